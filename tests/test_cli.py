@@ -410,7 +410,7 @@ def test_bench_checks_where_to_write_before_it_measures(monkeypatch, tmp_path, c
 
 def test_a_lesson_is_graded_once_however_often_and_however_it_is_named():
     def lessons(*names: str) -> tuple[str, ...]:
-        return grade._rules(
+        return grade.rules_of(
             parser().parse_args(["grade", "submissions", "--out", "report", "--lessons", *names])
         ).lessons
 

@@ -21,14 +21,15 @@ from ray.serve.handle import DeploymentHandle
 from minillm.cluster.gateway import Answer, ReplicaLost, build_gateway
 from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.prefix_router import PrefixRouter
-from minillm.cluster.prefix_table import MAX_IMBALANCE
+from minillm.cluster.prefix_table import MAX_IMBALANCE, PrefixTable
 from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
+from minillm.cluster.worker_pool import check_resources
 from minillm.config import at_least
+from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.errors import ConfigError, EngineDeadError
 
 ROUTERS = ("prefix", "power_of_two")
 """`power_of_two` is Serve's own: the less loaded of two random replicas."""
-DEFAULT_BLOCK_SIZE = 16
 HEALTH_CHECK_S = 2
 START_S = 300
 CONTROLLER = "SERVE_CONTROLLER_ACTOR"
@@ -58,9 +59,9 @@ class ClusterSettings:
             raise ConfigError(f"router={self.router!r} must be one of {', '.join(ROUTERS)}")
         for name in ("num_replicas", "num_gateways", "max_ongoing_requests"):
             at_least(name, getattr(self, name), 1)
-        for name in ("cpus_per_replica", "gpus_per_replica"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+        check_resources("cpus_per_replica", self.cpus_per_replica)
+        check_resources("gpus_per_replica", self.gpus_per_replica, whole_above_one=True)
+        PrefixTable(max_imbalance=self.max_imbalance, **self.router_limits)
         self.replica.engine_args()
         self.replica.server_settings(self.api_keys)
 

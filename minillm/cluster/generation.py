@@ -1,6 +1,6 @@
 """Batch generation: the prompts of a file, completed by the workers of a cluster, each exactly once.
 
-    prompts.jsonl          {"prompt": "def fib(n):"}                an `id` of your own is optional: the line number
+    prompts.jsonl          {"prompt": "def fib(n):"}          an `id` of your own is optional; else prompts count from 0
     results/part-….jsonl   {"id": 0, "text": "…", "token_ids": […], "finish_reason": "length", "num_prompt_tokens": 5}
 
 A prompt that cannot be run (too long, empty) gets `{"id": …, "error": "…"}` and does not stop the others.
@@ -126,7 +126,7 @@ def read_items(file: Path) -> tuple[list[Item], bytes]:
             continue
         try:
             row = json.loads(text)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise PromptError(f"{file}, line {line} is not JSON ({problem}); write one object per line") from None
         if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
             raise PromptError(f'{file}, line {line} must be an object with either "prompt" or "prompt_token_ids"')
@@ -138,6 +138,8 @@ def read_items(file: Path) -> tuple[list[Item], bytes]:
         name = row.get("id", len(items))
         if not isinstance(name, str | int) or isinstance(name, bool):
             raise PromptError(f"{file}, line {line}: the id {name!r} must be text or an integer")
+        if isinstance(name, str) and name != name.encode(errors="ignore").decode():
+            raise PromptError(f"{file}, line {line}: the id {name!r} has half of a surrogate pair; it is not Unicode")
         if (before := ids.setdefault(json.dumps(name), line)) != line:
             raise PromptError(f"{file}, line {line}: the id {name!r} is also that of line {before}; ids must differ")
         key, kind = ("prompt", str) if "prompt" in row else ("prompt_token_ids", list)

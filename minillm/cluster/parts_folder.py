@@ -45,6 +45,7 @@ class PartsFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise ConfigError(f"--out {self.folder}: {problem.strerror or problem}; name another folder") from None
+        self._check_files()
         with _locked(self.folder / LOCK, self.folder):
             self._check_job()
             for left in self.folder.glob("*.tmp"):
@@ -71,20 +72,30 @@ class PartsFolder:
             with self.path(begin, end).open(encoding="utf-8") as lines:
                 yield from map(json.loads, lines)
 
+    def _check_files(self) -> None:
+        """Raise `ConfigError` if the folder has files of something else; nothing of it is touched."""
+        file = self.folder / JOB
+        if not file.exists():
+            # A program that was ended while it wrote the first file has left an empty lock and a temporary file.
+            own = (LOCK, file.with_suffix(".tmp").name)
+            others = [path.name for path in self.folder.iterdir() if path.name not in own]
+            lock = self.folder / LOCK
+            if not others and lock.exists() and (not lock.is_file() or lock.stat().st_size):
+                others = [LOCK]
+            if others:
+                raise ConfigError(f"--out {self.folder} has {others[0]} but no {JOB}; name an empty folder")
+
     def _check_job(self) -> None:
         file = self.folder / JOB
         if not file.exists():
-            # A program that was ended while it wrote the first file has left a temporary one.
-            own = (LOCK, file.with_suffix(".tmp").name)
-            others = [path.name for path in self.folder.iterdir() if path.name not in own]
-            if others:
-                raise ConfigError(f"--out {self.folder} has {others[0]} but no {JOB}; name an empty folder")
             self._replace(file, json.dumps(self.job, indent=2) + "\n")
             return
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("no object")
         except ValueError as problem:
-            raise ConfigError(f"{file} is not JSON ({problem}); name another folder") from None
+            raise ConfigError(f"{file} is not JSON of a job ({problem}); name another folder") from None
         if found != self.job:
             keys = [key for key in {**found, **self.job} if found.get(key) != self.job.get(key)]
             was, now = ({key: each.get(key) for key in keys[:3]} for each in (found, self.job))
@@ -107,7 +118,7 @@ def _locked(file: Path, folder: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
-    with file.open("w") as stream:
+    with file.open("a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -56,6 +56,8 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
         ray.init(address=address or "local", namespace="minillm", log_to_driver=False, logging_level="warning", **own)
     except (ConnectionError, ValueError, RuntimeError) as problem:
         reason = " ".join(str(problem).split())[:200]
+        if address is None:
+            raise ConfigError(f"Ray does not start on this machine: {reason}; name a cluster with --address") from None
         where = f"there is no Ray cluster at {address}: {reason}"
         raise ConfigError(f"{where}; start one with `ray start --head`, or leave the address out") from None
     try:

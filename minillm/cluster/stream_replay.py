@@ -26,7 +26,7 @@ LATER_FIELDS = ("logprobs", "top_logprobs", "return_token_ids")
 
 def can_replay(body: Mapping[str, Any]) -> bool:
     """Whether a second answer to this streamed request has the same text, and nothing but text to leave out."""
-    determined = body.get("temperature") == 0 or body.get("seed") is not None
+    determined = body.get("temperature") == 0 or body.get("seed") not in (None, -1)  # -1: the engine chooses
     return determined and all(body.get(name) is None or body[name] is False for name in LATER_FIELDS)
 
 

@@ -10,6 +10,7 @@ that is stopped and started again would not know what is done; that is why there
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -50,11 +51,22 @@ class ThisProcess:
             actor.close()
 
 
+def check_resources(name: str, wanted: float, whole_above_one: bool = False) -> None:
+    """Raise `ConfigError` for an amount of processors or GPUs that Ray does not give. `whole_above_one`: of GPUs, a
+    part of one or whole ones."""
+    if not 0 <= wanted < math.inf:  # nan is in no range
+        raise ConfigError(f"{name}={wanted:g} must be at least 0, and finite")
+    if whole_above_one and wanted > 1 and wanted != int(wanted):
+        raise ConfigError(f"{name}={wanted:g} must be a whole number, or at most 1")
+
+
 class WorkerPool:
     """At most `num_workers` at a time in the connected Ray cluster, each with its own `num_cpus` and `num_gpus`."""
 
     def __init__(self, num_workers: int, num_cpus: float = 1, num_gpus: float = 0) -> None:
         at_least("num_workers", num_workers, 1)
+        check_resources("num_cpus", num_cpus)
+        check_resources("num_gpus", num_gpus, whole_above_one=True)
         self.num_workers = num_workers
         self.options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
         self.num_lost = 0

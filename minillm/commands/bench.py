@@ -74,9 +74,11 @@ def run(args: argparse.Namespace) -> int:
         check_new_file("--json", args.json)
     from rich.console import Console
 
+    from minillm.bench import provenance
     from minillm.bench.harness import save
     from minillm.bench.tables import speed_table
 
+    provenance.of_this_process()
     measure = find(args.name)
     given = _own_options(args, measure)
     if "save_to" in inspect.signature(measure).parameters:  # it writes partial results, in case it is killed

@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
     _refuse_useless(args)
+    if args.rerun and args.mutants:
+        raise ConfigError("--run is not used with --mutants: leave one of them out")
     if args.mutants:
         return _try_mutants(args)
     if not (args.root / "solutions").is_dir():

@@ -102,8 +102,13 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     from minillm.cluster.replica import ReplicaSettings
-    from minillm.cluster.session import ray_session
+    from minillm.cluster.session import ray_session, set_environment
+    from minillm.serve.chat_template import read_template
+    from minillm.serve.server import listen
 
+    read_template(args.chat_template)
+    if args.address is None:  # the address is this machine's, and another program may have it
+        listen(args.host, args.port).close()
     replica = ReplicaSettings(
         args.model,
         serve.given_engine_options(args),
@@ -111,23 +116,23 @@ def _serve(args: argparse.Namespace) -> int:
         chat_template=str(args.chat_template) if args.chat_template else None,
     )
     stopped = Event()
-    with ray_session(args.address):
-        from minillm.cluster.application import ClusterSettings, serving
+    set_environment()
+    from minillm.cluster.application import ClusterSettings, serving
 
-        settings = ClusterSettings(
-            replica,
-            num_replicas=args.replicas,
-            num_gateways=args.gateways,
-            cpus_per_replica=args.cpus,
-            gpus_per_replica=args.gpus,
-            router=args.router,
-            max_imbalance=args.max_imbalance,
-            api_keys=tuple(args.api_key or ([os.environ[serve.API_KEY]] if os.environ.get(serve.API_KEY) else [])),
-        )
-        with serving(settings, args.host, args.port) as url:
-            signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-            print(f"minillm serves {args.replicas} replicas of {args.model} at {url}/v1", flush=True)
-            stopped.wait()
+    settings = ClusterSettings(
+        replica,
+        num_replicas=args.replicas,
+        num_gateways=args.gateways,
+        cpus_per_replica=args.cpus,
+        gpus_per_replica=args.gpus,
+        router=args.router,
+        max_imbalance=args.max_imbalance,
+        api_keys=tuple(args.api_key or ([os.environ[serve.API_KEY]] if os.environ.get(serve.API_KEY) else [])),
+    )
+    with ray_session(args.address), serving(settings, args.host, args.port) as url:
+        signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+        print(f"minillm serves {args.replicas} replicas of {args.model} at {url}/v1", flush=True)
+        stopped.wait()
     return 0
 
 
@@ -146,13 +151,14 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from minillm.cluster.generation import GenerationSettings, generate_file
+    from minillm.cluster.generation import GenerationSettings, generate_file, read_items
     from minillm.cluster.session import ray_session
 
     sampling = {"temperature": 0.0, **args.sampling}
-    settings = GenerationSettings(args.model, serve.given_engine_options(args), sampling)
+    settings, pool = GenerationSettings(args.model, serve.given_engine_options(args), sampling), _pool(args)
+    read_items(args.prompts)  # before a cluster is started: this may fail
     with ray_session(args.address):
-        parts = generate_file(args.prompts, args.out, settings, _pool(args), args.shard, _bar("part"))
+        parts = generate_file(args.prompts, args.out, settings, pool, args.shard, _bar("part"))
     print(f"{len(parts)} parts are in {args.out}; cat {args.out}/part-*.jsonl is all of them, in order")
     return 0
 
@@ -185,9 +191,9 @@ def _sweep(args: argparse.Namespace) -> int:
 
     given = {f.name: getattr(args, f.name) for f in fields(SweepSettings) if getattr(args, f.name) is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    settings = SweepSettings(**{**given, **lists})
+    settings, pool = SweepSettings(**{**given, **lists}), _pool(args)
     with ray_session(args.address):
-        rows = sweep(args.out, settings, _pool(args), _bar("point"))
+        rows = sweep(args.out, settings, pool, _bar("point"))
     Console().print(table(rows))
     return 0
 
@@ -199,9 +205,10 @@ def _grade(args: argparse.Namespace) -> int:
     from minillm.cluster.grading import graders_of
     from minillm.cluster.session import ray_session
 
-    args.jobs = args.workers
+    args.jobs, pool = args.workers, _pool(args)
+    grade.rules_of(args)  # before a cluster is started: this may fail
     with ray_session(args.address):
-        return grade.grade(args, graders_of(_pool(args)))
+        return grade.grade(args, graders_of(pool))
 
 
 def _failover_options(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,7 @@ def grade(args: argparse.Namespace, graders: Graders | None = None) -> int:
 
     from minillm.teaching.grading import batch, reports
 
-    rules = _rules(args)
+    rules = rules_of(args)
     files = batch.find(args.submissions)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,8 @@ def grade(args: argparse.Namespace, graders: Graders | None = None) -> int:
     return 0
 
 
-def _rules(args: argparse.Namespace) -> object:
+def rules_of(args: argparse.Namespace) -> object:
+    """The rules that the options name. Raises `ConfigError` for a bad one."""
     for name, least in (("jobs", 1), ("seconds", 1.0), ("wall_seconds", 1.0), ("memory", 0.25)):
         if not least <= getattr(args, name) <= MOST:  # nan is in no range
             asked = f"--{name.replace('_', '-')} {getattr(args, name):g}"

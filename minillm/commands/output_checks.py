@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,8 @@ def check_new_file(option: str, file: Path) -> None:
             raise ConfigError(f"{option} {file}: there is no folder {file.parent}; create it first")
         if not file.exists():
             check_writable(option, file.parent)
+        elif not os.access(file, os.W_OK):
+            raise ConfigError(f"{option} {file} may not be overwritten; name another file")
     except (OSError, ValueError) as problem:
         if isinstance(problem, ConfigError):
             raise

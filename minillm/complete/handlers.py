@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import asdict
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,8 +35,12 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int = 24
 
 
+COMPLETER = "minillm.complete.completer"
+
+
 class LazyCompleter:
-    """The `Completer` of this server. It and the engine are imported when it is first asked for."""
+    """The `Completer` of this server. It and the engine are imported when it is first asked for, in the event loop: two
+    threads that ask at once would make two of them."""
 
     @property
     def is_there(self) -> bool:
@@ -93,8 +98,8 @@ class CompletionHandler(_Handler):
             return TOO_LARGE, _error(f"the code has {len(body):,} bytes; the limit is {MAX_BODY_BYTES:,}")
         try:
             asked = msgspec.json.decode(body, type=CompletionBody)
-            completer = await asyncio.to_thread(lambda: self.lazy.completer)  # the first time it imports PyTorch
-            found = await completer.complete(Gap(asked.prefix, asked.suffix), asked.max_tokens)
+            await asyncio.to_thread(import_module, COMPLETER)  # the first time it imports PyTorch, which takes seconds
+            found = await self.lazy.completer.complete(Gap(asked.prefix, asked.suffix), asked.max_tokens)
         except (msgspec.DecodeError, PromptError) as problem:
             return BAD_REQUEST, _error(problem)
         except ConfigError as problem:

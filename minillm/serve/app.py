@@ -59,7 +59,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, template: ChatTemplate
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts, or fill the gap before `suffix`."""
         check_model(body)
-        job = CompletionJob(engine, settings, body)
+        job = await asyncio.to_thread(CompletionJob, engine, settings, body)  # it may tokenise a long text
         return await unless_disconnected(request, job.respond(metrics.observe))
 
     @app.post("/v1/chat/completions")

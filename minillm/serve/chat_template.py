@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateSyntaxError
 
 from minillm.errors import CheckpointError, ConfigError
 from minillm.serve.http_errors import ApiError
@@ -49,15 +52,19 @@ class ChatTemplate:
                 f"{self.model!r} has no chat template, so it cannot chat; use /v1/completions, or start the server "
                 "with --chat-template FILE"
             )
+        tokenizer = self.tokenizer.hf()
         try:
             return str(
-                self.tokenizer.hf().apply_chat_template(
+                tokenizer.apply_chat_template(
                     list(messages),
                     chat_template=self.source,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                 )
             )
+        except TemplateSyntaxError as problem:
+            message = f"the server's chat template is not valid Jinja: {problem.message}, line {problem.lineno}"
+            raise ApiError(message, HTTPStatus.INTERNAL_SERVER_ERROR) from None
         except Exception as problem:  # templates call `raise_exception`; Jinja has errors of its own
             reason = " ".join(str(problem).split())
             raise ApiError(f"the chat template refuses these messages: {reason}", param="messages") from None

@@ -85,7 +85,8 @@ class ServerMetrics:
     def observe(self, arrival_time: float, output: RequestOutput) -> None:
         """Note the times of a finished prompt that arrived at `arrival_time` (`time.perf_counter`)."""
         times = output.metrics
-        self.whole.observe(time.perf_counter() - arrival_time)
+        if times.last_token_time is not None:
+            self.whole.observe(times.last_token_time - arrival_time)
         if times.first_scheduled_time is not None:
             self.queued.observe(times.first_scheduled_time - arrival_time)
         if times.first_token_time is not None:

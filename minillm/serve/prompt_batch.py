@@ -39,7 +39,10 @@ class PromptBatch:
         """Queue all prompts, or none if one is refused. Raises the errors of `AsyncLLM.add_request`."""
         wanted, limit = params.n * len(prompts), engine.max_num_queued_reqs
         if limit is not None and wanted > limit:
-            raise ApiError(f"{len(prompts)} prompts with n={params.n} are {wanted} sequences; the limit is {limit}")
+            raise ApiError(
+                f"{len(prompts)} prompts with n={params.n} are {wanted} sequences; the limit of this server is {limit} "
+                "(--max-num-queued-reqs)"
+            )
         engine.check_admission(wanted)
         batch = cls([], on_finish)
         try:

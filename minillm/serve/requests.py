@@ -1,7 +1,8 @@
 """The bodies of `/v1/completions` and `/v1/chat/completions`: OpenAI's fields, and those that vLLM adds to them.
 
 As in vLLM, a field that nobody knows is ignored (and logged at level DEBUG), because clients send fields of newer APIs.
-A field that OpenAI or vLLM has and minillm lacks is refused if its value asks for something.
+A field that OpenAI or vLLM has and minillm lacks is refused if its value asks for something of the answer. Those in
+`IGNORED` ask for nothing of it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
@@ -52,10 +55,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
+    "web_search_options": (),
 }
 """Field → the values, besides null, that ask for nothing."""
+IGNORED = frozenset(
+    {
+        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "store"),
+    }
+)
+"""Fields about OpenAI's own service: its books, its caches, its price."""
 
 
 class StreamOptions(BaseModel):
@@ -100,10 +112,11 @@ class GenerationRequest(BaseModel):
     def check_fields(self) -> None:
         """Raise `ApiError` for a field that minillm lacks, and for options of a stream without a stream."""
         for name, value in (self.model_extra or {}).items():
-            if name not in UNSUPPORTED:
+            if name in UNSUPPORTED:
+                if value is not None and value not in UNSUPPORTED[name]:
+                    raise ApiError(f"{name} is not supported; leave it out", param=name)
+            elif name not in IGNORED:
                 logger.debug("The request has a field %r, which is ignored.", name)
-            elif value is not None and value not in UNSUPPORTED[name]:
-                raise ApiError(f"{name} is not supported; leave it out", param=name)
         if self.stream_options and not self.stream:
             raise ApiError("stream_options need stream=true", param="stream_options")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import uvicorn
@@ -15,15 +16,22 @@ and proxies up to a minute): the side that closes first must be the one that wou
 request is lost when both happen at once."""
 
 
+BACKLOG = 2048
+"""Connections that wait at most, uvicorn's number."""
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, before a model is loaded. Port 0: a free one. Raises `ConfigError`."""
+    """A socket that listens on an address, before a model is loaded: connections wait until the server accepts them.
+    Port 0: a free one. Raises `ConfigError`."""
     if not host:  # the system would take it for all addresses
         raise ConfigError("--host is empty; write 127.0.0.1, or 0.0.0.0 for every address")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if os.name == "posix":  # on Windows it would let two servers share the port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except (OSError, OverflowError) as problem:
         listener.close()
         raise ConfigError(f"{host}:{port} cannot be listened on ({problem}); choose another --host or --port") from None

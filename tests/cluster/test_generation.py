@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.cluster.generation import GenerationSettings, generate_file, read_items, shards
-from minillm.cluster.worker_pool import ThisProcess, Worker
+from minillm.cluster.worker_pool import ThisProcess, Worker, WorkerPool
 from minillm.errors import ConfigError, PromptError, UnknownOptionError
 from tests.conftest import TinyPair
 
@@ -155,6 +155,8 @@ def test_a_prompt_that_cannot_run_does_not_stop_the_others(tmp_path: Path, setti
         ('{"prompt": "a", "id": "x"}\n\n{"prompt": "b", "id": "x"}', "line 3: the id 'x' is also that of line 1"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b"}', "line 2: the id 1 is also"),
         ("\n", "has no prompts"),
+        ('{"prompt": "a", "id": "\\ud800"}', "has half of a surrogate pair"),
+        ("[" * 100_000, "line 1 is not JSON"),
     ],
 )
 def test_a_bad_file_is_refused_before_anything_runs(tmp_path: Path, text: str, message: str) -> None:
@@ -178,3 +180,10 @@ def test_shards_cover_every_item_once() -> None:
         assert covered == list(range(10))
     with pytest.raises(ConfigError, match="shard"):
         shards(10, 0)
+
+
+@pytest.mark.parametrize("options", [{"num_cpus": -1}, {"num_cpus": float("nan")}, {"num_gpus": 1.5}])
+def test_amounts_that_no_machine_gives_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        WorkerPool(1, **options)
+    WorkerPool(1, num_cpus=0.5, num_gpus=2)

@@ -50,7 +50,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ConfigError, match=r"has thesis\.tex but no job\.json"), PartsFolder(tmp_path, JOB).open():
         pass
-    assert not (tmp_path / "job.json").exists()
+    assert not (tmp_path / "job.json").exists() and not (tmp_path / "lock").exists()
+
+
+def test_a_lock_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("mine")
+    with pytest.raises(ConfigError, match=r"has lock but no job\.json"), PartsFolder(tmp_path, JOB).open():
+        pass
+    assert (tmp_path / "lock").read_text() == "mine"
+
+
+@pytest.mark.parametrize("text", ["[]", "{"])
+def test_a_damaged_job_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"job\.json is not JSON of a job"), PartsFolder(tmp_path, JOB).open():
+        pass
 
 
 def test_a_second_program_is_refused_while_the_first_writes(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_a_different_text_is_an_error_and_is_never_joined(other: str) -> None:
         ({"temperature": 0.7, "seed": 3}, True),
         ({"temperature": 0, "logprobs": False}, True),
         ({"temperature": 0.7}, False),
+        ({"temperature": 0.7, "seed": -1}, False),
         ({}, False),
         ({"temperature": 0, "logprobs": 0}, False),
         ({"temperature": 0, "logprobs": True}, False),

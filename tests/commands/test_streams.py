@@ -256,6 +256,14 @@ def test_a_place_that_cannot_be_written_is_found_out_before_any_work(
     assert file.read_text() == "mine"
 
 
+def test_a_result_that_may_not_be_overwritten_is_found_out_before_any_work(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minillm.commands.bench.find", lambda *_: pytest.fail("it began to work"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != file)  # to root the system allows everything
+    assert "may not be overwritten" in one_line(capsys, ["bench", "decode", "--json", str(file)])
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(

@@ -150,6 +150,16 @@ def test_what_the_template_refuses_is_the_callers_mistake(server: RunningServer)
         )
 
 
+def test_a_broken_template_is_the_servers_mistake(tiny: TinyPair, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("a\n{% for message in messages %}")
+    with running_server(tiny.target, template=file) as server:
+        client = server.client().with_options(max_retries=0)
+        with pytest.raises(openai.InternalServerError, match=r"chat template is not valid Jinja: .*, line 2") as caught:
+            client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    assert caught.value.param is None
+
+
 def test_a_model_without_a_template_cannot_chat_but_takes_one_from_a_file(
     tiny: TinyPair, expected: Any, tmp_path: Path
 ) -> None:

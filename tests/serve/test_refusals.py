@@ -12,7 +12,10 @@ from tests.serve.running_server import NAME, RunningServer, running_server  # is
 
 import httpx
 import openai
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 
+from minillm.serve.requests import IGNORED, UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest
 from minillm.serve.settings import ServerSettings
 from tests.conftest import TinyPair
 
@@ -43,7 +46,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "max_tokens": 300}, "over the context of 256", None),
     ({"prompt": "a", "temperature": 3}, "temperature=3.0: must be a number from 0", None),
     ({"prompt": "a", "n": 0}, "n=0: must be an integer from 1", None),
-    ({"prompt": "a", "n": 9}, "1 prompts with n=9 are 9 sequences; the limit is 8", None),
+    ({"prompt": "a", "n": 9}, "1 prompts with n=9 are 9 sequences; the limit of this server is 8", None),
     ({"prompt": "a", "n": 2, "temperature": 0}, "n=2: must be 1 at temperature=0", None),
     ({"prompt": [5, 100_000]}, "prompt token 1 is 100000", None),
     ({"prompt": "a\ud800"}, "half a surrogate pair", None),
@@ -96,6 +99,19 @@ def test_a_form_is_no_json(server: RunningServer) -> None:
 def test_fields_that_nobody_knows_are_ignored_as_in_vllm(server: RunningServer) -> None:
     body = {"prompt": "a", "max_tokens": 1, "field_of_the_future": 7, "logit_bias": None, "user": "me", "tools": []}
     assert server.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("params", "body"),
+    [
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (chat_create_params.CompletionCreateParamsBase, ChatRequest),
+    ],
+)
+def test_every_field_of_openai_is_known(params: type, body: type[GenerationRequest]) -> None:
+    """Those that ask for something of the answer are implemented or refused."""
+    fields = set(params.__annotations__)
+    assert len(fields) > 15 and fields - body.model_fields.keys() - UNSUPPORTED.keys() == fields & IGNORED
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/nothing"])
