@@ -135,9 +135,9 @@ def _require(statement: str, holds: bool) -> None:
 def completion_table() -> str:
     """What `docs/completion.md` says about the time of a suggestion."""
     result = load("completion")
-    load_average = result["config"]["load"][0]
+    load_average, goal_ms = result["config"]["load"][0], result["config"]["goal_ms"]
     lines = [
-        "| key | p50 | p90 | under 100 ms | processor time | prompt tokens, cached | new tokens |",
+        f"| key | p50 | p90 | under {goal_ms:.0f} ms | processor time | prompt tokens, cached | new tokens |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -146,8 +146,7 @@ def completion_table() -> str:
         times += " for all eight" * (row["system"] == "last of a burst")
         tokens = f"{at['prompt_tokens']:.0f}, {at['cached_tokens']:.0f} | {at['generated_tokens']:.0f}"
         lines.append(f"| {KEYS[row['system']]} | {times} | {tokens} |")
-    goal_ms = result["config"]["goal_ms"]
-    met = row_of("completion", "next key")["p50_ms"] < goal_ms
+    met = all(row["p50_ms"] < goal_ms for row in result["rows"] if row["system"] != "first key")
     machine = f"{result['hardware']['cpu']['name']}, processors used: {result['config']['processors']}"
     weights = "" if is_of_bundled_weights("completion") else f", {EARLIER}"
     table = "\n".join(lines)

@@ -198,3 +198,24 @@ def test_a_verdict_on_a_lesson_depends_on_what_it_printed(
 def test_a_line_that_a_lesson_does_not_print_is_not_made_up(techniques: ModuleType) -> None:
     with pytest.raises(ValueError, match="lesson 02 prints nothing like"):
         techniques.lesson("02", "no such line", "{0}")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda stages: stages["engine"].update(metrics=[]),
+        lambda stages: stages["check"].update(status="stopped at its limit"),
+        lambda stages: stages["check"]["metrics"][0].update(met=False),
+    ],
+)
+def test_the_readme_does_not_praise_a_gpu_run_that_did_not_end(
+    results: ModuleType, spoil: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("gpu_page")
+    page.gpu_words()
+    found = {name: copy.deepcopy(page._stage(name)) for name in ("check", "engine")}
+    spoil(found)
+    real: Callable[[str], dict[str, Any]] = page._stage
+    monkeypatch.setattr(page, "_stage", lambda name: found[name] if name in found else real(name))
+    with pytest.raises(ValueError, match="all kernels are correct"):
+        page.gpu_words()

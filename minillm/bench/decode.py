@@ -94,9 +94,11 @@ def run(
     """Run every system in turn, `rounds` times. Returns the result as JSON values.
 
     `shape` runs a random checkpoint of that shape (see `shapes`) in place of the model, without drafts. `systems`
-    restricts the run to these systems. Raises `ConfigError` for an unknown system or shape, and for fewer than two new
-    tokens or more than the model has room for.
+    restricts the run to these systems. Raises `ConfigError` for an unknown system or shape, for a shape with a draft,
+    and for fewer than two new tokens or more than the model has room for.
     """
+    if shape is not None and draft is not None:
+        raise ConfigError(f"--draft {draft} is not used with --shape {shape}: leave one of them out")
     if new_tokens is not None and new_tokens < 2:
         raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the time after the first token is measured")
     known, size = (LARGE, SIZES.get(shape, SIZES[LARGEST])) if shape in SHAPES else (BUNDLED, SIZES[None])

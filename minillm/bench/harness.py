@@ -158,8 +158,7 @@ def describe_run(name: str, config: Mapping[str, Any], libraries: Sequence[str] 
     return {
         "schema": SCHEMA,
         "name": name,
-        "revision": provenance.revision(),
-        "dirty": provenance.is_dirty(),
+        **provenance.of_this_process(),
         "weights": provenance.weights_of_config(config),
         "hardware": hardware.describe(),
         "versions": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -14,13 +15,20 @@ from minillm.models.bundled import WEIGHTS
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
+@cache
+def of_this_process() -> dict[str, str | bool | None]:
+    """`revision` and `dirty` as they were when this was first called: this process has imported the files of then, and
+    a benchmark that runs for an hour must not name those of its end."""
+    return {"revision": revision(), "dirty": is_dirty()}
+
+
 def revision() -> str | None:
-    """The git revision of minillm; None outside a repository."""
+    """The git revision of minillm; None if the package does not lie in a repository of its own."""
     return _git("rev-parse", "--short=12", "HEAD") or None
 
 
 def is_dirty() -> bool | None:
-    """Whether files of the package, weights included, differ from that revision; None outside a repository."""
+    """Whether files of the package, weights included, differ from that revision; None as for `revision`."""
     changes = _git("status", "--porcelain", "--", ".")
     return None if changes is None else bool(changes)
 
@@ -56,8 +64,14 @@ def sha256_of_weights(folder: Path) -> str:
 
 
 def _git(*arguments: str) -> str | None:
+    """What git prints in the repository whose root holds the package; None if there is none. An environment inside a
+    repository of the user's is no such one."""
     try:
-        done = subprocess.run(["git", "-C", str(PACKAGE), *arguments], capture_output=True, text=True, check=False)
+        top, done = (
+            subprocess.run(["git", "-C", str(PACKAGE), *command], capture_output=True, text=True, check=False)
+            for command in (("rev-parse", "--show-toplevel"), arguments)
+        )
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    is_own = top.returncode == 0 and Path(top.stdout.strip()) == PACKAGE.parent
+    return done.stdout.strip() if is_own and done.returncode == 0 else None

@@ -13,6 +13,7 @@ token and time per token (over requests, and between tokens) are those that the 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -148,8 +149,7 @@ class Measured:
 
     def details(self) -> dict[str, Any]:
         """Further values to report. The first run is the warm-up."""
-        runs = sorted(self.cpu_ms_per_token[1:])
-        return {"cpu_ms_per_token": runs[len(runs) // 2]}
+        return {"cpu_ms_per_token": statistics.median(self.cpu_ms_per_token[1:])}
 
 
 class Offline(Measured):

@@ -102,7 +102,7 @@ def run(
     `save_to`: the result is written there after each slice, in case the run is killed.
     `drafters`: the folder that `minillm train --export-to` wrote trained drafters to; None: the bundled ones. A trained
     method without weights for this model is left out, or, if it was asked for, raises `ConfigError`. So do fewer than
-    two new tokens, and more than the model has room for.
+    two new tokens, more than the model has room for, and more prompts than a slice has.
     """
     if new_tokens < 2:
         raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the first comes with the prompt")
@@ -110,6 +110,9 @@ def run(
     known = METHODS if shape is None else SYNTHETIC
     chosen = {name: known[name] for name in _choose("method", list(known), methods)}
     kinds, names = _choose("weights", list(WEIGHTS), weights), _choose("slice", list(given), slices)
+    check_prompts(prompts, [given[name] for name in names])
+    if shape is not None and drafters is not None:
+        raise ConfigError(f"--drafters {drafters} is not used with --shape {shape}: leave one of them out")
     if shape is None:
         draft = draft_for(model, draft)
         chosen = _with_weights(chosen, model, drafters, must=methods or ())
@@ -156,6 +159,12 @@ def slice_prompts() -> dict[str, list[str]]:
     return found
 
 
+def check_prompts(count: int, slices: Sequence[Sequence[str]]) -> None:
+    """Raise `ConfigError` if a slice has fewer than `count` prompts."""
+    if count > (most := min(map(len, slices))):
+        raise ConfigError(f"--prompts {count} is more than the {most} prompts of a slice; give at most {most}")
+
+
 def _choose(what: str, known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
     for name in wanted or ():
         if name not in known:
@@ -194,7 +203,7 @@ def _engines(
     given: Mapping[str, Any],
 ) -> dict[str, LLM]:
     """Plain decoding, twice, and every method, with a fixed and with an adaptive number of drafts. `given`: options of
-    each."""
+    each. Raises `ConfigError` if a method cannot make so many drafts."""
     from minillm import LLM
 
     def engine(speculative: dict[str, Any] | None) -> LLM:
@@ -209,7 +218,10 @@ def _engines(
         options = _with_draft(options, draft, quantization)
         for adaptive in (False, True):
             label = f"{name}, adaptive" if adaptive else name
-            engines[label] = engine({**options, "num_speculative_tokens": drafts, "adaptive": adaptive})
+            try:
+                engines[label] = engine({**options, "num_speculative_tokens": drafts, "adaptive": adaptive})
+            except ConfigError as problem:
+                raise ConfigError(f"--drafts {drafts}, method {name!r}: {problem}") from None
     return engines
 
 

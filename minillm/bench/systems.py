@@ -43,7 +43,8 @@ class Workload:
     prompts: list[list[int]]
     new_tokens: int
     num_drafts: int = 4
-    """Draft tokens per round, for all systems that draft."""
+    """Draft tokens per round of the draft model. Methods without a model have numbers of their own
+    (`own_engine.DRAFT_FREE_METHODS`)."""
     dtype: str = "fp32"
     """Precision of activations, KV cache and unquantised weights in `minillm int8` and `w8a8`."""
     gguf: dict[str, str] = field(default_factory=dict)

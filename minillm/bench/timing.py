@@ -51,7 +51,7 @@ class Spread:
 def time_in_turn(
     runs: Mapping[Key, Callable[[], Any]], rounds: int = 5, num_threads: int = 1
 ) -> dict[Key, list[float]]:
-    """Time every run once per round. Returns the seconds of `rounds` rounds, without a warm-up round before them.
+    """Time every run once per round, after a warm-up round that is not returned. Returns the seconds of each round.
 
     `num_threads`: on how many threads the runs work; it decides the clock (`clock_for_threads`)."""
     now = clock_for_threads(num_threads)

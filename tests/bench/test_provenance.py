@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,31 @@ def test_a_run_records_its_weights_and_whether_files_differ(monkeypatch: pytest.
     assert provenance.is_dirty() is False and provenance.revision() is None
     monkeypatch.setattr(provenance, "_git", lambda *arguments: None)
     assert provenance.is_dirty() is None
+
+
+def test_an_environment_inside_another_repository_has_no_revision(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / ".venv" / "minillm"
+    package.mkdir(parents=True)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    monkeypatch.setattr(provenance, "PACKAGE", package)
+    assert provenance.revision() is None and provenance.is_dirty() is None
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path / "minillm")
+    (tmp_path / "minillm").mkdir()
+    assert provenance.revision() and provenance.is_dirty() is False
+
+
+def test_a_long_run_names_the_revision_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    provenance.of_this_process.cache_clear()
+    monkeypatch.setattr(provenance, "_git", lambda *arguments: "" if "status" in arguments else "first")
+    provenance.of_this_process()
+    monkeypatch.setattr(provenance, "_git", lambda *arguments: "second")
+    about = describe_run("decode", {})
+    provenance.of_this_process.cache_clear()
+    assert (about["revision"], about["dirty"]) == ("first", False)
 
 
 @pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.json")), ids=lambda file: file.stem)

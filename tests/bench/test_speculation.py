@@ -51,6 +51,24 @@ def test_each_method_is_compared_with_plain_decoding_and_gives_its_tokens(tiny: 
     assert "int8, 2 together" in shown.export_text()
 
 
+def test_more_drafts_than_a_method_makes_are_refused_before_anything_is_measured() -> None:
+    given = {"methods": ["heads"], "slices": ["edits"], "weights": ["fp32"], "batches": [1]}
+    with pytest.raises(ConfigError, match=r"^--drafts 6, method 'heads': .* can propose per round, 5; lower it$"):
+        run(drafts=6, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompts": 50}, "--prompts 50 is more than the 8 prompts of a slice; give at most 8"),
+        ({"shape": "0.4b", "drafters": Path("x")}, "--drafters x is not used with --shape 0.4b"),
+    ],
+)
+def test_options_without_an_effect_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(**given)
+
+
 def test_short_runs_get_more_rounds(tiny: TinyPair) -> None:
     given = {"methods": ["ngram"], "slices": ["edits"], "weights": ["fp32"], "batches": [1]}
     result = run(str(tiny.target), rounds=1, seconds=1, prompts=1, new_tokens=8, **given)

@@ -263,6 +263,11 @@ def test_new_tokens_that_leave_nothing_to_measure_are_refused(
         decode.run(str(tiny.target), None, systems=["minillm fp32"], **options)
 
 
+def test_a_shape_takes_no_draft() -> None:
+    with pytest.raises(ConfigError, match=r"--draft minicoder-draft is not used with --shape 0\.4b"):
+        decode.run(draft="minicoder-draft", shape="0.4b")
+
+
 def test_other_benchmarks_leave_room_for_a_prompt_too(tiny: TinyPair) -> None:
     for run in (latency.run, ladder.run, speculation.run):
         with pytest.raises(ConfigError, match="leaves 0 of 256 tokens for a prompt"):
