@@ -56,8 +56,12 @@ def whole_backward(model: Decoder, token_ids: Tensor) -> float:
 def chunked_backward(model: Decoder, token_ids: Tensor, chunk: int) -> float:
     """`whole_backward` in chunks of `chunk` tokens. `token_ids`: `[n]`; all but the last are inputs.
 
-    Raises `TrainingError` for a text of less than two tokens or a chunk below one.
+    Raises `TrainingError` for a text of less than two tokens, a chunk below one, or a model with a sliding window.
     """
+    if model.config.has_windows:
+        raise TrainingError(
+            "a chunk attends to all tokens before it, but this model has a sliding window; take another"
+        )
     if len(token_ids) < 2 or chunk < 1:
         raise TrainingError(f"{len(token_ids)} tokens in chunks of {chunk}: needs at least 2 tokens and chunks of 1")
     starts = range(0, len(token_ids) - 1, chunk)

@@ -39,8 +39,8 @@ LAYOUTS: dict[tuple[str, str], type[KVCache]] = {
     ("squeezed", "auto"): SqueezedKVCache,
     ("anchors", "auto"): AnchorsKVCache,
 }
-"""`(layout, kv_cache_dtype)` → class. `auto` is the model's dtype, except for KIVI, which is always INT4, and the two
-levels of four bits."""
+"""`(layout, kv_cache_dtype)` → class. `auto` is the model's dtype, except for KIVI, which is always INT4, the two
+levels of four bits, and the codes of CommVQ."""
 
 
 def find_layout(cache: CacheConfig) -> type[KVCache]:
@@ -51,6 +51,10 @@ def find_layout(cache: CacheConfig) -> type[KVCache]:
     """
     if not isinstance(cache.layout, str | type):
         raise ConfigError(f"cache layout {cache.layout!r} must be a name, or a KVCache class")
+    if isinstance(cache.layout, type) and not issubclass(cache.layout, KVCache):
+        raise ConfigError(
+            f"cache layout {cache.layout.__name__} is no KVCache class; derive it from minillm.cache.base.KVCache"
+        )
     if not isinstance(cache.dtype, str):
         raise ConfigError(f"kv_cache_dtype={cache.dtype!r} must be a name: 'auto', 'int8' or 'int4'")
     chosen = cache.layout if isinstance(cache.layout, type) else LAYOUTS.get((cache.layout, cache.dtype))

@@ -1,4 +1,5 @@
-"""Attention for the layouts that store each request in one tensor: `contiguous`, `window` and `sinks`.
+"""Attention for the layouts that store each request in one tensor: `contiguous`, `window`, `sinks`, `anchors`, and
+those that compress a prompt (`compressed_prompt.py`).
 
 A row is the key (or value) of one token in one layer, `[num_kv_heads, head_dim]`. Requests with the same number of new
 tokens form a query group. On a CPU, each request has its own attention call on a view of its rows, so no row

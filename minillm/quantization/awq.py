@@ -51,7 +51,9 @@ class AWQ(Int4):
 
     def _quantize(self, weight: Tensor, statistics: LayerStatistics) -> dict[str, Tensor]:
         inputs, mean_abs = statistics.inputs, statistics.mean_abs
-        assert inputs is not None and mean_abs is not None
+        assert inputs is not None  # `Scheme.quantize` has checked it
+        if mean_abs is None:
+            mean_abs = inputs.abs().mean(0)
 
         def error(tensors: Mapping[str, Tensor]) -> float:
             return self.output_error(weight, tensors, inputs)

@@ -55,7 +55,9 @@ def dequantize_groups(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: 
 
 
 def in_groups(x: Tensor, group_size: int) -> Tensor:
-    """`[rows, columns]` → `[rows, num_groups, group_size]`, with zeros as padding in the last group."""
+    """`[rows, columns]` → `[rows, num_groups, group_size]`, with zeros as padding in the last group. A group that is
+    wider than the matrix is as wide as the matrix."""
+    group_size = min(group_size, x.shape[1])
     return F.pad(x, (0, -x.shape[1] % group_size)).unflatten(1, (-1, group_size))
 
 

@@ -7,10 +7,10 @@ A document is stored as the model computes it alone, from position 0 on. In a pr
 are re-rotated to where it stands (`rerotate=False` leaves them, to see what that costs). What is missing in any case:
 documents have not attended to each other. The first one is exact, the others are approximate.
 
-A file is named by a hash of everything that determines its contents: the format, the model's weights, configuration,
-dtype and quantisation, and the tokens. So another model, another precision or another text is another file, and two
-processes that write the same file write the same bytes; each writes under a name of its own and renames. Files are
-mapped into memory, and checked against their checksum when a process first reads them.
+A file is named by a hash of what determines its contents: the format, a sample of the model's weights, its
+configuration, dtype and quantisation, and the tokens. So another model, another precision or another text is another
+file, and two processes that write the same file write the same numbers, up to rounding; each writes under a name of its
+own and renames. Files are mapped into memory, and checked against their checksum when a process first reads them.
 
 Wins: reading is faster than computing where the disk is fast and the model large. Loses: a small model on a fast
 processor; disks: every token takes as many bytes as in the cache.
@@ -41,7 +41,7 @@ from minillm.models.fingerprint import digest_of_weights
 from minillm.models.loading import resolve
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
-from minillm.reuse.scratch import Scratch
+from minillm.reuse.scratch import Scratch, check_prefix_caching
 
 _ROTATIONS = count(1)
 """Numbers for other ways to move keys."""
@@ -59,6 +59,7 @@ class DocumentStore:
     def __init__(self, llm: LLM, folder: str | Path, max_bytes: int | None = None, rotate: Rotation = rerotate) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ConfigError(f"max_bytes={max_bytes} must be at least 1, or None for no limit")
+        check_prefix_caching(llm)
         Scratch(llm, 1)  # can its cache be read?
         self.llm, self.folder, self.max_bytes, self.rotate = llm, Path(folder), max_bytes, rotate
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +124,8 @@ class DocumentStore:
         """The prompt for `llm.generate` of all documents, one after the other, and the question; the documents' keys
         and values are loaded. Raises what `load` and `Scratch` raise."""
         spans = [self.load(document) for document in documents]
-        token_ids = [token for span in spans for token in span.token_ids] + self._tokens(question)
+        token_ids = [token for span in spans for token in span.token_ids]
+        token_ids += self._tokens(question, add_special_tokens=not spans)
         starts = [0, *accumulate(len(span.token_ids) for span in spans)][:-1]
         config = self.llm.engine.runner.model.config
         moved = f"rotated{self._rotation}" if rerotate else "as stored"
@@ -135,8 +137,11 @@ class DocumentStore:
             scratch.publish(token_ids[:known], salt)
         return {"prompt_token_ids": token_ids, "cache_salt": salt}
 
-    def _tokens(self, text: str | Sequence[int]) -> list[int]:
-        found = self.llm.engine.tokenizer.encode(text) if isinstance(text, str) else list(text)
+    def _tokens(self, text: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
+        """A document begins with the tokenizer's special tokens, as a prompt does, because it is computed alone."""
+        found = list(text)
+        if found and isinstance(text, str):
+            found = self.llm.engine.tokenizer.encode(text, add_special_tokens)
         if not found:
             raise PromptError("a document or question without tokens cannot be stored or asked; give it text")
         return found

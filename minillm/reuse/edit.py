@@ -20,7 +20,7 @@ from minillm.errors import PromptError
 from minillm.llm import LLM
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
-from minillm.reuse.scratch import Scratch
+from minillm.reuse.scratch import Scratch, check_prefix_caching
 
 
 def edited_prompt(
@@ -38,8 +38,10 @@ def edited_prompt(
     Keys and values of `token_ids` are taken from the prefix cache and computed where it has none. `salt`: the
     `cache_salt` under which the edited ones are published; choose one for each text that is edited. The last token of
     the prompt is always computed again, with the rest of its block. `rotate`: how keys are moved.
-    Raises `PromptError` for a span outside the text, and what `Scratch` raises.
+    Raises `PromptError` for a span outside the text, `UnsupportedError` without prefix caching, and what `Scratch`
+    raises.
     """
+    check_prefix_caching(llm)
     if not 0 <= start <= stop <= len(token_ids):
         raise PromptError(f"the span {start}:{stop} is not within the {len(token_ids)} tokens; give 0 ≤ start ≤ stop")
     if not salt:

@@ -191,6 +191,7 @@ class Offloader:
             raise PromptError("a text of 0 tokens has nothing to offload; give at least one")
         runner, inputs = self.llm.engine.runner, _LayerInputs()
         with Scratch(self.llm, len(token_ids)) as scratch:
+            scratch.check_tokens(token_ids)
             hooks = [layer.register_forward_pre_hook(inputs) for layer in runner.model.layers]
             try:
                 batch = runner.batch([Segment(list(token_ids), 0, scratch.blocks)])

@@ -9,7 +9,7 @@ the prefix cache.
 
 Keys and values that are not those the model would compute (moved, loaded without their context) are published under a
 `cache_salt` of their own. So a request gets them only if it names the salt, and all others stay exact. If the pool
-evicts such a block, a later request computes it again, exactly: eviction costs time, never correctness.
+evicts such a block, a later request computes it again, over what is left of the prefix: exactly, once all is evicted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ from minillm.cache.prefix import extend_block_hashes
 from minillm.errors import PromptError, RequestTooLargeError, UnsupportedError
 from minillm.llm import LLM
 from minillm.reuse.kv_span import KVSpan
+
+
+def check_prefix_caching(llm: LLM) -> None:
+    """Raise `UnsupportedError` if no request could find published keys and values."""
+    if not llm.engine.scheduler.config.enable_prefix_caching:
+        raise UnsupportedError(
+            "with enable_prefix_caching=False no request can find keys and values that are reused; leave it out"
+        )
 
 
 class Scratch:
@@ -89,15 +97,19 @@ class Scratch:
     def forward(self, token_ids: Sequence[int], start: int) -> Tensor:
         """Run the model over these tokens at positions from `start` on; they attend to everything before them. Returns
         the logits of the last, `[vocab]`. Raises `PromptError` for a token that is not in the vocabulary."""
-        vocab = self.runner.model.config.vocab_size
-        for token in token_ids:
-            if not 0 <= token < vocab:
-                raise PromptError(f"token {token!r} is not in the vocabulary; ids must be from 0 to {vocab - 1}")
+        self.check_tokens(token_ids)
         most = self.engine.scheduler.config.max_num_batched_tokens
         cuts = [*range(0, len(token_ids), most), len(token_ids)]
         for first, last in pairwise(cuts):
             logits = self.runner.run([Segment(list(token_ids[first:last]), start + first, self.blocks)])
         return logits[-1]
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raise `PromptError` for a token that is not in the vocabulary."""
+        vocab = self.runner.model.config.vocab_size
+        for token in token_ids:
+            if not 0 <= token < vocab:
+                raise PromptError(f"token {token!r} is not in the vocabulary; ids must be from 0 to {vocab - 1}")
 
     def copy_cached(self, token_ids: Sequence[int], salt: str = "") -> int:
         """Copy what the prefix cache has of these tokens. Returns the number of tokens, whole blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -289,3 +290,11 @@ def test_three_ways_to_sum_gathered_rows_agree_and_send_the_same_gradients() -> 
         grads.append((found.detach(), table.grad))
     torch.testing.assert_close(grads[0], grads[1])
     torch.testing.assert_close(grads[0], grads[2])
+
+
+def test_a_model_with_a_window_is_refused() -> None:
+    """Chunks attend to all tokens before them, so the gradients would be those of another model."""
+    model = small_model()
+    model.config = replace(model.config, sliding_window=5)
+    with pytest.raises(TrainingError, match="sliding window"):
+        chunked_backward(model, torch.arange(20), 10)

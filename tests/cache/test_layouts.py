@@ -93,3 +93,13 @@ def test_the_engine_gives_every_running_request_one_place(tiny: TinyPair, layout
 def test_a_dtype_that_is_no_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype=\['int8'\] must be a name"):
         find_layout(CacheConfig(dtype=["int8"]))
+
+
+class NoCache:
+    """No layout."""
+
+
+@pytest.mark.parametrize("layout", [dict, NoCache])
+def test_a_class_that_is_no_layout_is_refused(layout: type) -> None:
+    with pytest.raises(ConfigError, match=f"cache layout {layout.__name__} is no KVCache class; derive it from"):
+        find_layout(CacheConfig(layout))  # type: ignore[arg-type]

@@ -81,3 +81,12 @@ def test_clipping_pays_where_one_weight_is_far_from_the_rest() -> None:
     assert scheme.output_error(lonely, found, inputs) < 0.5 * scheme.output_error(lonely, whole, inputs)
     assert (found["scales"][:, 0] < 0.9 * whole["scales"][:, 0]).all()
     assert (found["scales"] <= whole["scales"]).all()
+
+
+def test_magnitudes_that_are_not_given_come_from_the_inputs() -> None:
+    torch.manual_seed(0)
+    weight, inputs = torch.randn(8, 32), torch.randn(40, 32) * torch.arange(1, 33)
+    scheme = make_scheme("awq", group_size=16)
+    given = scheme.quantize(weight, LayerStatistics(inputs, inputs.abs().mean(0)))
+    found = scheme.quantize(weight, LayerStatistics(inputs))
+    assert all(torch.equal(found[name], given[name]) for name in given)

@@ -142,3 +142,12 @@ def test_bits_are_an_integer() -> None:
     """4.0 equals 4, and makes shapes that are no integers."""
     with pytest.raises(ConfigError, match=r"bits=4\.0"):
         make_scheme("int4", bits=4.0)
+
+
+def test_a_group_wider_than_the_matrix_is_as_wide_as_the_matrix() -> None:
+    """And no wider: statistics of a group take its width squared."""
+    weight = torch.randn(3, 24)
+    assert in_groups(weight, 2**17).shape == (3, 1, 24)
+    wide, own = quantize_groups(weight, 4, 2**17), quantize_groups(weight, 4, 24)
+    assert all(torch.equal(a, b) for a, b in zip(wide, own, strict=True))
+    assert torch.equal(dequantize_groups(*wide, 2**17), dequantize_groups(*own, 24))

@@ -15,6 +15,7 @@ from minillm.errors import CheckpointError, ConfigError, PromptError, Unsupporte
 from minillm.ops.rerotation import rerotate
 from minillm.reuse import document_store
 from minillm.reuse.document_store import DocumentStore
+from minillm.reuse.edit import edited_prompt
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -206,3 +207,24 @@ def test_tokens_outside_the_vocabulary_are_refused_before_they_are_computed(llm:
         with pytest.raises(PromptError, match=f"token {token} is not in the vocabulary"):
             store.add([5, token])
     assert not list(store.folder.glob("*"))
+
+
+def test_without_prefix_caching_nothing_can_be_reused(tiny: TinyPair, tmp_path: Path) -> None:
+    llm = LLM(str(tiny.target), block_size=4, enforce_eager=True, enable_prefix_caching=False)
+    with pytest.raises(UnsupportedError, match="with enable_prefix_caching=False no request can find"):
+        DocumentStore(llm, tmp_path)
+    with pytest.raises(UnsupportedError, match="with enable_prefix_caching=False no request can find"):
+        edited_prompt(llm, list(range(3, 20)), 4, 6, [7], salt="a")
+
+
+def test_a_question_has_no_beginning_of_text_of_its_own(
+    llm: LLM, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = llm.engine.tokenizer.encode
+    begun = lambda text, add_special_tokens=True: [1] * add_special_tokens + real(text)  # noqa: E731
+    monkeypatch.setattr(llm.engine.tokenizer, "encode", begun)
+    store.add(DOCUMENTS[0])
+    found = store.prompt([DOCUMENTS[0]], "add(")["prompt_token_ids"]
+    assert found == [1, *real(DOCUMENTS[0]), *real("add(")]
+    with pytest.raises(PromptError, match="without tokens"):
+        store.add("")

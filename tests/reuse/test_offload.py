@@ -181,3 +181,9 @@ def test_the_projection_is_that_of_the_layer_for_every_family(switches: dict) ->
 def test_no_hook_stays_behind(llm: LLM, offloader: Offloader) -> None:
     offloader.offload(IDS)
     assert all(not layer._forward_pre_hooks for layer in llm.engine.runner.model.layers)
+
+
+@pytest.mark.parametrize("token", [-1, 10**9])
+def test_a_token_outside_the_vocabulary_is_refused(offloader: Offloader, token: int) -> None:
+    with pytest.raises(PromptError, match=f"token {token} is not in the vocabulary"):
+        offloader.offload([5, token])
