@@ -600,8 +600,7 @@ claim(
 # does the number of steps: three of the five need fewer than the right scheduler. Of these columns, `PreemptsFirst`
 # changes only the steps and the number of preemptions. It needs a test of the decision itself: which request was
 # preempted. The others need tests that count: how long a request got no token, how long it waited to start, how much
-# was computed twice. Only the mistake about *state* (what is in the cache) changes text. (The stall of `KeepsCounter`
-# is the wait of a preempted request after all: with its counter kept, it comes back as a decoding one.)
+# was computed twice. Only the mistake about *state* (what is in the cache) changes text.
 #
 # ## In the field
 #

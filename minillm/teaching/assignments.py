@@ -13,6 +13,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from minillm.errors import LessonError, UnsupportedError
+from minillm.teaching import glossary
 from minillm.teaching.course import Lesson, choose, read_notebook
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.notebook import BEGIN, for_learner, read_source
@@ -42,7 +43,7 @@ def write_nbgrader(root: Path, names: list[str] | None, target: Path, secret: by
             continue
         path = target / "source" / lesson.name / f"{lesson.name}.ipynb"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(nbformat.writes(nbgrader_source(lesson, secret)), encoding="utf-8")
+        _write_with_glossary(nbgrader_source(lesson, secret), path, lesson)
         written.append(path)
     config = target / "nbgrader_config.py"
     if not config.exists():
@@ -102,10 +103,18 @@ def write_otter(root: Path, names: list[str] | None, target: Path, secret: bytes
                 no_environment=True,
             )
         written.append(place)
-        solved = read_notebook(lesson.solution)
-        if solved is not None:
-            (folder / f"{lesson.name}.ipynb").write_text(nbformat.writes(for_learner(solved)), encoding="utf-8")
+        solved = read_notebook(lesson.solution) or read_source(lesson.source)
+        _write_with_glossary(for_learner(solved), folder / f"{lesson.name}.ipynb", lesson)
     return written
+
+
+def _write_with_glossary(notebook: NotebookNode, path: Path, lesson: Lesson) -> None:
+    """Write a notebook, and beside it the glossary, to which it has links."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = cell.source.replace("](../lessons/glossary.md", "](glossary.md")
+    path.write_text(nbformat.writes(notebook), encoding="utf-8")
+    (path.parent / "glossary.md").write_text(glossary.page({lesson.number: path.name}), encoding="utf-8")
 
 
 def otter_test(exercise: Exercise, secret: bytes = b"") -> str:

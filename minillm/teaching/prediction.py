@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from minillm.errors import LessonError
@@ -21,7 +22,8 @@ class Predictions:
         Raises:
             LessonError: `value` is not a number.
         """
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and not is_number:
             raise LessonError(f"prediction {name!r} is {value!r}; write a number such as 4096, or None to decide later")
         self.commitments[name] = (value, unit)
         if value is None:
@@ -52,7 +54,8 @@ def _verdict(predicted: float, answer: float) -> str:
     if predicted * answer <= 0:
         return f"off by {abs(answer - predicted):.4g}."
     factor = answer / predicted
-    return f"you were {max(factor, 1 / factor):.3g} times too {'low' if factor > 1 else 'high'}."
+    shown = f"{max(factor, 1 / factor):.3g}"
+    return "right within 0.5%." if shown == "1" else f"you were {shown} times too {'low' if factor > 1 else 'high'}."
 
 
 # A notebook kernel is the session of one learner, so the functions that lessons call share one object.

@@ -143,3 +143,10 @@ def test_an_answer_of_the_wrong_shape_is_reported_not_swallowed():
     report = str(check_function(exercise, flat))
     assert "FAIL" in report
     assert "tensor" in report
+
+
+@pytest.mark.parametrize("returned", [lambda pair: None, lambda pair: (*pair, 1), lambda pair: pair[0]])
+def test_anything_but_two_views_is_named(returned):
+    report = str(check_function("l02.append_kv", lambda *given: returned(append_kv(*given))))
+    assert "does not return a view of the cache of keys and then a view of the cache of values" in report
+    assert "raised" not in report

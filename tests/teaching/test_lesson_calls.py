@@ -124,6 +124,8 @@ def test_prediction_stands_beside_the_measurement_with_the_factor(capsys):
     )
     reveal("l90.bytes", 1024)
     assert "exactly right" in capsys.readouterr().out
+    reveal("l90.bytes", 1026)
+    assert "right within 0.5%" in capsys.readouterr().out
 
 
 def test_prediction_left_open_blocks_nothing(capsys):
@@ -145,3 +147,5 @@ def test_prediction_of_zero_has_no_factor(capsys):
 def test_prediction_that_is_no_number_says_what_to_write():
     with pytest.raises(LessonError, match="write a number such as 4096"):
         predict("l90.bytes", "many", "bytes")
+    with pytest.raises(LessonError, match="write a number such as 4096"):
+        predict("l90.bytes", float("nan"), "bytes")

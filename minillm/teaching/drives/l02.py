@@ -21,13 +21,14 @@ def use_append(append: Function, capacity: int, past: int, num_new: int) -> dict
         returned = append(cache_k, cache_v, past, _rows(past, num_new, 1), _rows(past, num_new, 10))
     except ValueError:
         raised, returned = "ValueError", (None, None)
-    keys, values = returned
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    keys, values = returned if is_pair else (returned, returned)  # what is no pair is shown as it is
     views = _same_memory(keys, cache_k) and _same_memory(values, cache_v)
     return {
         "raised": raised,
         "keys": _read(keys),
         "values": _read(values),
-        "memory": "no rows" if keys is None else "views of the cache" if views else "copies",
+        "memory": "no rows" if not isinstance(keys, Tensor) else "views of the cache" if views else "copies",
         "cache_k": _read(cache_k),
         "cache_v": _read(cache_v),
     }

@@ -10,8 +10,11 @@ MAX_FILE = 50 << 20
 """Bytes of a submission."""
 _RUN_IN_PLACE = ("%%time", "%%timeit", "%%capture", "%%prun")
 """Cell magics whose cell is Python."""
-_OF_IPYTHON = re.compile(r"^([ \t]*)(%{1,2}[A-Za-z]|!|\?|[\w.*]+\?{1,2}[ \t]*$).*$", re.MULTILINE)
-"""A magic, a shell line or a question (`name?`). A line of Python may also end in `?`, in a comment."""
+_OF_IPYTHON = re.compile(
+    r"^([ \t]*)(%{1,2}[A-Za-z]|!|\?|[\w.*]+\?{1,2}[ \t]*$|[\w., ]+=[ \t]*(?:!|%[A-Za-z])).*$", re.MULTILINE
+)
+"""A magic, a shell line, what one of them returns (`files = !ls`), or a question (`name?`). A line of Python may also
+end in `?`, in a comment."""
 _PERCENT = re.compile(r"^# %%.*$", re.MULTILINE)
 
 

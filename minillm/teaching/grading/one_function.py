@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from dataclasses import asdict, dataclass
 
 from minillm.teaching.attempt import Outcome, call
@@ -159,8 +160,11 @@ def _cut(text: str) -> str:
     return text.encode("utf-8", "replace").decode()[:MAX_TEXT]
 
 
+MODULE = re.compile(r"minillm(\.\w+)+")
+
+
 def _library(statements: list[Statement]) -> list[str]:
-    """The names that the statements import from minillm: `minillm.cache.prefix.root_hash`."""
+    """What statements import from minillm, or may import by its name in text: `minillm.cache.prefix.root_hash`."""
     found: list[str] = []
     for statement in statements:
         for node in ast.walk(statement.node):
@@ -168,6 +172,8 @@ def _library(statements: list[Statement]) -> list[str]:
                 found += [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
                 found += [alias.name for alias in node.names if alias.name.partition(".")[0] == "minillm"]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+                found.append(node.value)
     return sorted({_cut(name) for name in found})[:50]
 
 

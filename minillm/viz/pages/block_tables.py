@@ -31,15 +31,15 @@ TABLE = 424
 """Left edge of the block tables."""
 
 
-def rows_to_show(state: CacheState) -> tuple[list[RequestState], int]:
-    """At most `MAX_ROWS` requests in their order, and the number of the others. Requests that finished first are left
-    out first."""
+def rows_to_show(state: CacheState, most: int = MAX_ROWS) -> tuple[list[RequestState], int]:
+    """At most `most` requests in their order, and the number of the others. Requests that finished first are left out
+    first."""
     requests = list(state.requests.values())
-    surplus = len(requests) - MAX_ROWS
+    surplus = len(requests) - most
     if surplus <= 0:
         return requests, 0
     finished = set([r.request_id for r in requests if r.status == "finished"][:surplus])
-    return [r for r in requests if r.request_id not in finished][:MAX_ROWS], surplus
+    return [r for r in requests if r.request_id not in finished][:most], surplus
 
 
 def row_pitch(requests: Sequence[RequestState]) -> int:

@@ -8,13 +8,13 @@ from minillm.trace import Trace
 from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
 from minillm.viz.draw.colours import CACHED, INK, VERMILLION
-from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, hatch, heading, label, spans
+from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, hatch, heading, spans
 from minillm.viz.draw.view import View
 from minillm.viz.pages.block_tables import ROWS_TOP, draw_requests, row_pitch, rows_to_show
 from minillm.viz.pages.cache_changes import changes, plural
 from minillm.viz.pages.cache_words import describe, pool_size, title, unit
 from minillm.viz.pages.narrow_pages import draw_narrow
-from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw
+from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw, not_drawn
 from minillm.viz.pages.page_legend import draw_legend
 from minillm.viz.pages.pool_usage import SIDE, draw_history, draw_usage
 from minillm.viz.pages.sequence_bars import SequenceBars
@@ -59,7 +59,7 @@ class CachePagesView(View):
                 grid_top - 14,
                 "places, one per request" if state.whole_sequences else "physical pages, one per block",
             ),
-            _not_drawn(state, drawn, grid_top - 14),
+            not_drawn(state, drawn, RIGHT, grid_top - 14),
             grid.draw(),
             legend,
         )
@@ -104,12 +104,3 @@ def _columns(state: CacheState) -> tuple[str, str]:
     """The names of the columns with a request's tokens and with its blocks."""
     tokens = "IN CACHE" if state.keeps_every_token else "COMPUTED"
     return tokens, "place" if state.whole_sequences else "block table"
-
-
-def _not_drawn(state: CacheState, drawn: Sequence[int], y: float) -> str:
-    missing = state.num_blocks - len(drawn)
-    if not missing:
-        return ""
-    used = len(state.owners.keys() - set(drawn))
-    text = f"{len(drawn)} of {state.num_blocks} drawn; left out: {used} used, {missing - used} others"
-    return label(RIGHT, y, text, size=11.5, anchor="end")

@@ -10,10 +10,10 @@ from minillm.viz.draw.colours import CACHED, INK, MUTED, VERMILLION
 from minillm.viz.draw.glyphs import one_line
 from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import MARGIN, MONO, card, element, fit_clauses, fit_mono, hatch, heading, label, spans
-from minillm.viz.pages.block_tables import draw_chip, draw_table
+from minillm.viz.pages.block_tables import draw_chip, draw_table, rows_to_show
 from minillm.viz.pages.cache_changes import changes, plural
 from minillm.viz.pages.cache_words import describe, request_work, title, unit
-from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw
+from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw, not_drawn
 from minillm.viz.pages.page_legend import draw_legend
 from minillm.viz.pages.pool_usage import draw_history, draw_usage
 
@@ -27,15 +27,19 @@ HISTORY, LEGEND_HEIGHT = 44, 62
 
 def draw_narrow(state: CacheState) -> str:
     """The picture: the pool's numbers, the requests with their block tables, the pages."""
-    requests = list(state.requests.values())[-MAX_ROWS:]
-    grid_top = ROWS_TOP + max(len(requests), 1) * ROW + 34
+    requests, hidden = rows_to_show(state, MAX_ROWS)
+    more_height = 18 if hidden else 0
+    grid_top = ROWS_TOP + max(len(requests), 1) * ROW + more_height + 34
     indices = {request.request_id: request.index for request in state.requests.values()}
-    pages = [state.page(block_id) for block_id in blocks_to_draw(state)]
+    drawn = blocks_to_draw(state)
+    pages = [state.page(block_id) for block_id in drawn]
     grid = PageGrid(pages, state.block_size or 1, indices, grid_top, narrow=True)
     legend, legend_height = draw_legend(pages, grid_top + grid.height + 8, state.keeps_every_token, RIGHT)
     # At least three lines of legend, so that the height of the card is constant as signs come and go.
     history_top = grid_top + grid.height + max(legend_height, LEGEND_HEIGHT) + 46
     name = "places, one per request" if state.whole_sequences else "physical pages, one per block"
+    if len(drawn) < state.num_blocks:
+        name = name.partition(",")[0]  # beside it stands how many are left out
     return card(
         "cache-pages",
         history_top + HISTORY + 20,
@@ -46,8 +50,9 @@ def draw_narrow(state: CacheState) -> str:
         ),
         _header(state),
         draw_usage(state, MARGIN, RIGHT, 52),
-        _requests(requests),
+        _requests(requests, hidden),
         heading(MARGIN, grid_top - 12, name),
+        not_drawn(state, drawn, RIGHT, grid_top - 12),
         grid.draw(),
         legend,
         draw_history(state, history_top, history_top + HISTORY, MARGIN, RIGHT),
@@ -73,12 +78,13 @@ def _header(state: CacheState) -> str:
     )
 
 
-def _requests(requests: Sequence[RequestState]) -> str:
+def _requests(requests: Sequence[RequestState], hidden: int) -> str:
     heads = heading(MARGIN, ROWS_TOP - 10, "requests") + heading(TABLE, ROWS_TOP - 10, "block table")
     heads += label(COUNT, ROWS_TOP - 10, "TOKENS", size=11.5, weight=600, anchor="end")
     names = distinct_names([one_line(request.prompt) for request in requests])
     rows = [_row(r, name, ROWS_TOP + i * ROW) for i, (r, name) in enumerate(zip(requests, names, strict=True))]
-    return heads + "".join(rows)
+    more = f"and {plural(hidden, 'more request')}" if hidden else ""
+    return heads + "".join(rows) + label(54, ROWS_TOP + len(rows) * ROW + 11, more, size=11)
 
 
 def _row(request: RequestState, name: str, top: float) -> str:

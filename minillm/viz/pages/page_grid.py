@@ -34,6 +34,16 @@ def blocks_to_draw(state: CacheState) -> list[int]:
     return sorted(islice(ranked, MAX_PAGES))
 
 
+def not_drawn(state: CacheState, drawn: Sequence[int], right: float, y: float) -> str:
+    """How many blocks `drawn` leaves out, in a line that ends at `right`; empty if it has them all."""
+    missing = state.num_blocks - len(drawn)
+    if not missing:
+        return ""
+    used = len(state.owners.keys() - set(drawn))
+    text = f"{len(drawn)} of {state.num_blocks} drawn; left out: {used} used, {missing - used} others"
+    return label(right, y, text, size=11.5, anchor="end")
+
+
 class PageGrid:
     """Draws `pages` with their top at `top`. `indices`: each owner's index, which determines its letter and colour."""
 

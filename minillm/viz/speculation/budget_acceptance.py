@@ -177,8 +177,8 @@ class BudgetAcceptance(Picture):
             parts.append(
                 label(LIST + 36, y, fit_words(line.name, RIGHT - LIST - 36, 13), size=13, weight=600, fill=INK)
             )
-            enough = next((b for b, a in zip(line.budgets, line.acceptance, strict=True) if a >= 0.8), None)
-            text = f"80% from {enough:,} tokens on" if enough else "never reaches 80%"
+            enough = next((b for i, b in enumerate(line.budgets) if min(line.acceptance[i:]) >= 0.8), None)
+            text = f"80% from {enough:,} tokens on" if enough else "does not stay above 80%"
             parts.append(label(LIST + 36, y + 18, text, size=12))
         return parts
 

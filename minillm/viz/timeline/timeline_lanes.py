@@ -27,6 +27,7 @@ from minillm.viz.draw.colours import (
 from minillm.viz.draw.glyphs import one_line
 from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import MARGIN, MONO, RIGHT, Attributes, element, fit_mono, hatched, label, number, rectangle
+from minillm.viz.pages.cache_changes import plural
 
 LEFT = 176.0
 """Left edge of the columns."""
@@ -117,8 +118,12 @@ class Lanes:
         tops = [self.top + i * self.row_height for i in range(len(self.shown))]
         rows = "".join(self._row(*parts) for parts in zip(self.shown, names, tops, strict=True))
         bottom = self.top + max(len(self.shown), 1) * self.row_height
-        hidden = len(self.timeline.rows) - len(self.shown)
-        more = label(56, bottom + 11, f"and {hidden} more requests, none of which ends later") if hidden else ""
+        drawn = {row.index for row in self.shown}
+        hidden = [row for row in self.timeline.rows if row.index not in drawn]
+        more = f"and {plural(len(hidden), 'more request')}"
+        if all(row.end is not None for row in hidden):
+            more += ", none of which ends later" if len(hidden) > 1 else ", which ends no later"
+        more = label(56, bottom + 11, more) if hidden else ""
         bottom += 16 if hidden else 0
         return rows + more + self._axis(bottom) + self._strips(bottom + 24)
 

@@ -204,6 +204,9 @@ def test_imports_from_the_engine_are_reported(grader: Grader):
     source = f"from minillm.models.config import ModelConfig as kv\n\n{own}"
     got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, source)), f"l02.{TARGET}")
     assert got.library == ["minillm.models.config.ModelConfig"]
+    by_text = f'import importlib\n\nkv = importlib.import_module("minillm.models.config").ModelConfig\n\n{own}'
+    got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, by_text)), f"l02.{TARGET}")
+    assert got.library == ["minillm.models.config"]
 
 
 def test_a_function_that_is_imported_is_not_an_attempt(grader: Grader):

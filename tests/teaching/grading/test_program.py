@@ -177,9 +177,10 @@ def test_a_function_may_be_wrapped_after_its_definition(wrapping):
 
 
 def test_only_lines_of_ipython_are_left_out():
-    source = "%%time\nx = (7\n % 3)\nreturn_value = 5  # right?\nlist?\n%matplotlib inline\n!ls"
+    source = "%%time\nx = (7\n % 3)\nreturn_value = 5  # right?\nlist?\n%matplotlib inline\n!ls\n"
+    source += "files = !ls\nt = %timeit -o f()"
     assert python_of(source).splitlines() == [
-        "pass", "x = (7", " % 3)", "return_value = 5  # right?", "pass", "pass", "pass"
+        "pass", "x = (7", " % 3)", "return_value = 5  # right?", "pass", "pass", "pass", "pass", "pass"
     ]  # fmt: skip
 
 

@@ -180,6 +180,18 @@ def test_more_requests_than_rows_leaves_out_the_finished_ones_first():
     assert "and 3 more" in svg
 
 
+def test_a_narrow_picture_says_what_it_leaves_out():
+    s = Script(1, 300)
+    for i in range(9):
+        s.add(f"r{i}", f"prompt {i}", 30 if i else 5)
+    s.step(*(prefill(f"r{i}", 30 if i else 5) for i in range(9)))
+    s.step(*(decode(f"r{i}", finish=None if i else "stop") for i in range(9)))
+    svg = CachePagesView(s.trace, narrow=True).to_svg()
+    assert len(found(svg, "request")) == 6 and states(svg, "request") == ["decode"] * 6
+    assert "and 3 more requests" in svg
+    assert "256 of 300 drawn; left out: " in svg
+
+
 def test_shared_pages_show_how_many_share_them():
     s = Script(4, 8)
     s.add("a", "a", 10)

@@ -61,8 +61,10 @@ def test_the_list_says_from_where_on_most_are_accepted() -> None:
     text = text_of(found(PICTURE.to_svg(), "budget-acceptance")[0])
     assert "80% from 1,024 tokens on" in text and "80% from 128 tokens on" in text
     low = BudgetAcceptance([BudgetLine("a", [16], [0.3])], 64)
-    assert "never reaches 80%" in low.to_svg() and not found(low.to_svg(), "reference")
+    assert "does not stay above 80%" in low.to_svg() and not found(low.to_svg(), "reference")
     assert len(found(PICTURE.to_svg(), "reference")) == 1
+    falling = BudgetLine("a", [32, 64, 128, 256], [0.75, 0.82, 0.78, 0.9])
+    assert "80% from 256 tokens on" in BudgetAcceptance([falling], 512).to_svg()
 
 
 def test_budgets_of_lines_may_differ() -> None:

@@ -245,6 +245,14 @@ def test_request_that_ends_last_has_a_row_however_few_there_are():
     assert "16 more requests, none of which ends later" in one.drawing
 
 
+def test_requests_without_a_row_that_still_run_may_end_later():
+    running = long_and_short()
+    for row in running.rows[10:]:
+        row.end = row.reason = None
+    [lanes] = fitted([running], 39, 0, most_rows=5)
+    assert "and 16 more requests<" in lanes.drawing
+
+
 def test_two_timelines_fit_one_screen():
     lanes = fitted([long_and_short(32), long_and_short(32)], 240, 112, gap=62, most_rows=MAX_COMPARED)
     assert lanes[1].top + lanes[1].height < 800
