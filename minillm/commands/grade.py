@@ -60,6 +60,7 @@ def grade(args: argparse.Namespace, graders: Graders | None = None) -> int:
     from minillm.teaching.grading import batch, reports
 
     rules = rules_of(args)
+    _refuse_shown(args)
     files = batch.find(args.submissions)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -74,6 +75,23 @@ def grade(args: argparse.Namespace, graders: Graders | None = None) -> int:
         print(line)
     sys.stdout.flush()
     return 0
+
+
+def _refuse_shown(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for files of the course that lie in a folder which every submission may read."""
+    if sys.platform != "linux" or args.isolation == "limits":
+        return
+    from minillm.teaching.grading.sandbox import needed
+    from minillm.teaching.grading.student_process import PACKAGE
+
+    asked = {"submissions": args.submissions, "--out": args.out, "--secret-file": args.secret_file}
+    for name, path in asked.items():
+        for shown in needed(PACKAGE) if path else ():
+            if shown in (path.resolve(), *path.resolve().parents):
+                raise ConfigError(
+                    f"{name} {path} is in {shown}, which submissions may read because Python or minillm is there; "
+                    "name a folder elsewhere"
+                )
 
 
 def rules_of(args: argparse.Namespace) -> object:

@@ -72,9 +72,13 @@ def enter(root: Path, package: Path, slot: int) -> None:
 
 
 def hidden(package: Path) -> list[Path]:
-    """The folders of minillm that hold answers: the exercises, and in an installed package the solved lessons."""
-    folders = (package / "teaching" / "exercises", package / "_solutions")
-    return [path.resolve() for path in folders if path.is_dir()]
+    """The folders with answers among those that are shown (`needed`): exercises and solved lessons of `package`, and of
+    every other copy of minillm that is installed."""
+    copies = [package, *(place / "minillm" for place in _wanted(package))]
+    answers = [copy / part for copy in copies for part in ("teaching/exercises", "_solutions")]
+    real = {path.resolve() for path in (*answers, package.parent / "solutions") if path.is_dir()}
+    shown = needed(package)
+    return [path for path in sorted(real) if any(place in path.parents for place in shown)]
 
 
 def begin_run(slot: int) -> None:

@@ -8,6 +8,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree as Xml
 
 import pytest
@@ -196,3 +197,18 @@ def test_find_takes_the_folder_or_the_file_as_the_student(tmp_path):
     ]
     with pytest.raises(ConfigError):
         batch.find(tmp_path / "alice" / "none")
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+@pytest.mark.parametrize("name", ["submissions", "--out", "--secret-file"])
+def test_what_submissions_could_read_is_refused(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("minillm.teaching.grading.sandbox.needed", lambda package: [tmp_path / "shown"])
+    for folder in ("shown", "submissions"):
+        (tmp_path / folder).mkdir()
+    given = {"submissions": "submissions", "--out": "report", "--secret-file": "secret.txt", name: "shown/it"}
+    (tmp_path / given["--secret-file"]).write_text("a secret of a whole course")
+    words = ["grade", given["submissions"], "--out", given["--out"], "--secret-file", given["--secret-file"]]
+    assert main(words) == 2
+    assert f"{name} shown/it is in {tmp_path / 'shown'}, which submissions may read" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()

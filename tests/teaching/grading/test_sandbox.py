@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ import minillm
 GRADING = Path(minillm.__file__).resolve().parent / "teaching" / "grading"
 INSIDE = Path("lib") / "python3" / "site-packages" / "minillm"
 PROGRAM = """
-import sys
+import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import landlock, sandbox
 mode, prefix, package, root, *paths = sys.argv[2:]
 sys.prefix = sys.exec_prefix = prefix
+sys.path += os.environ["PLACES"].split()
 try:
     if mode == "namespaces":
         sandbox.enter(Path(root), Path(package), 0)
@@ -54,7 +56,33 @@ def test_answers_are_hidden_where_python_is_reached_through_links(mode: str, pre
     answers = [str(place / "teaching" / "exercises" / "l02.py") for place in places]
     plain = str(tmp_path / prefix / INSIDE / "version.py")
     command = [sys.executable, "-I", "-c", PROGRAM, str(GRADING), mode, str(tmp_path / prefix), str(package), str(root)]
-    done = subprocess.run([*command, plain, *answers], capture_output=True, text=True)
+    environment = {**os.environ, "PLACES": ""}
+    done = subprocess.run([*command, plain, *answers], capture_output=True, text=True, env=environment)
+    if done.stderr.startswith("impossible"):
+        pytest.skip(done.stderr)
+    assert done.stdout.split("\n") == ["1.0", *["nothing"] * len(answers), ""], done.stderr
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+@pytest.mark.parametrize("mode", ["namespaces", "landlock"])
+def test_answers_of_every_copy_are_hidden(mode: str, tmp_path: Path) -> None:
+    """A clone that lies where Python does, and a copy that is installed beside it."""
+    venv, root = tmp_path / "venv", tmp_path / "root"
+    package, other = venv / "clone" / "minillm", venv / INSIDE
+    answers = [
+        package / "teaching" / "exercises" / "l02.py",
+        venv / "clone" / "solutions" / "02_kv_cache.py",
+        other / "teaching" / "exercises" / "l02.py",
+        other / "_solutions" / "02_kv_cache.py",
+    ]
+    for file in (*answers, other / "version.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1.0" if file.name == "version.py" else "the answer")
+    root.mkdir()
+    command = [sys.executable, "-I", "-c", PROGRAM, str(GRADING), mode, str(venv), str(package), str(root)]
+    environment = {**os.environ, "PLACES": str(other.parent)}
+    paths = [str(file) for file in (other / "version.py", *answers)]
+    done = subprocess.run([*command, *paths], capture_output=True, text=True, env=environment)
     if done.stderr.startswith("impossible"):
         pytest.skip(done.stderr)
     assert done.stdout.split("\n") == ["1.0", *["nothing"] * len(answers), ""], done.stderr
