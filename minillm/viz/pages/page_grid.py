@@ -157,14 +157,14 @@ class PageGrid:
         return f"{names} ×{len(letters)}" if page.state == "shared" else names
 
     def _row_numbers(self) -> str:
-        g = self.geometry
-        firsts = range(0, len(self.pages), g.per_row)
-        tops = [g.corner(place)[1] + g.head + (g.page_height - g.head) / 2 for place in firsts]
-        style = {"size": 10.5, "anchor": "end", "family": MONO}
-        return "".join(
-            label(g.left - 8, y, str(self.pages[place].block_id), **style)
-            for place, y in zip(firsts, tops, strict=True)
-        )
+        """The id of each row's first block, and … where blocks between it and the last one are left out."""
+        g, written = self.geometry, []
+        for place in range(0, len(self.pages), g.per_row):
+            ids = [page.block_id for page in self.pages[place : place + g.per_row]]
+            text = f"{ids[0]}" if ids[-1] - ids[0] < len(ids) else f"{ids[0]}…"
+            y = g.corner(place)[1] + g.head + (g.page_height - g.head) / 2
+            written.append(label(g.left - 8, y, text, size=10.5, anchor="end", family=MONO))
+        return "".join(written)
 
     def _letters(self) -> str:
         """The owners' letters: one text element per row, with a position for each character."""

@@ -192,6 +192,20 @@ def test_a_narrow_picture_says_what_it_leaves_out():
     assert "256 of 300 drawn; left out: " in svg
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_row_of_pages_with_gaps_says_so(narrow):
+    s = Script(1, 300)
+    s.add("a", "a", 260)
+    s.add("b", "b", 20)
+    s.step(prefill("a", 260), prefill("b", 20))
+    s.step(decode("a", finish="stop"), decode("b"))
+    s.step(decode("b"))
+    pages = Replay(s.trace, CacheState).at()
+    assert pages.page(100).state == "free" and pages.page(262).owners
+    svg = CachePagesView(s.trace, narrow=narrow).to_svg()
+    assert ">224…<" in svg and ">192<" in svg
+
+
 def test_shared_pages_show_how_many_share_them():
     s = Script(4, 8)
     s.add("a", "a", 10)
