@@ -58,7 +58,8 @@ class Launcher:
         loads them from disk. What that took is forgotten."""
         usable = self.usable_processors
         try:
-            for self.usable_processors in (usable, 1):
+            for limit in (usable, 1):
+                self.usable_processors = limit
                 call()
         finally:
             self.usable_processors = usable
