@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numba import typeof
 
 from minillm import LLM, SamplingParams
 from minillm.batch import Segment
@@ -306,6 +307,19 @@ def test_two_threads_give_the_same_bits_as_one(scheme: Any, monkeypatch: pytest.
         found.append((logits, chains))
     (one, drafts), (two, same) = found
     assert torch.equal(one, two) and drafts == same
+
+
+def test_every_call_has_arguments_of_the_same_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads call the machine code that was compiled for the types of the first call."""
+    runner, seen = runner_of(random_model(PLAIN)), set()
+    launcher = runner.executor.launcher
+    timed = launcher.timed
+    monkeypatch.setattr(launcher, "timed", lambda *given: seen.add(tuple(map(typeof, given[1:]))) or timed(*given))
+    outputs(runner)
+    runner.run_observed([Segment(PROMPT, 0, TABLE, 2)], [3, 4])
+    runner.draft([Segment(PROMPT, 0, TABLE)], 4)
+    runner.run([Segment([50, 51, 52, 53], 22, TABLE, 4, [-1, -1, 0])])
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -18,7 +18,7 @@ from minillm.ops.cpu.norms import rms_norm, silu, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, multiply
 from minillm.ops.cpu.simd import LANES, load, store
 from minillm.ops.cpu.step import argmax, copy, embed_row, round_rows
-from minillm.ops.cpu.team import barrier, join_team, thread_range
+from minillm.ops.cpu.team import barrier, call_at, join_team, thread_range
 
 HIDDEN, INNER, POSITION_RANK, TOKEN_RANK, NUM_DRAFTS, VOCABULARY, TIED, TOKEN_NORM, EPS, KIND = range(10)
 """Indices in `dims`. TOKEN_NORM, EPS: where the norm's weights and its ε are in `HeadsWeights.vectors`. KIND: the row
@@ -214,7 +214,7 @@ def cut(confidences, at, min_survival, counts, request):
 
 
 @entry_point(parallel=True)
-def run_together(sync, threads, dims, weights, target, round_, min_survival, floats, codes):
-    """`run` on `threads` threads at once."""
+def run_together(address, sync, threads, dims, weights, target, round_, min_survival, floats, codes):
+    """`run`, whose machine code lies at `address`, on `threads` threads at once."""
     for _ in prange(threads):
-        run(sync, threads, dims, weights, target, round_, min_survival, floats, codes)
+        call_at(address, (sync, threads, dims, weights, target, round_, min_survival, floats, codes))

@@ -22,7 +22,7 @@ from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, TILED, multiply, unpack_row
 from minillm.ops.cpu.rounding import prepare_row
 from minillm.ops.cpu.simd import LANES, load, no_inline, store
-from minillm.ops.cpu.team import barrier, join_team, thread_range
+from minillm.ops.cpu.team import barrier, call_at, join_team, thread_range
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED, VOCABULARY = range(11)
 """Indices in `dims`."""
@@ -321,7 +321,7 @@ def argmax(logits, at, size):
 
 
 @entry_point(parallel=True)
-def run_together(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries):
-    """`run` on `threads` threads at once."""
+def run_together(address, sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries):
+    """`run`, whose machine code lies at `address`, on `threads` threads at once."""
     for _ in prange(threads):
-        run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries)
+        call_at(address, (sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries))

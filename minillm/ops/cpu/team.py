@@ -99,6 +99,25 @@ def _yield(typing: Any) -> Any:
     return types.void(), code
 
 
+@intrinsic
+def call_at(typing: Any, address: Any, arguments: Any) -> Any:
+    """Call the compiled function that lies at `address`, and returns nothing, with the items of a tuple.
+
+    A caller by name contains the callee, and numba would optimise all of it a second time: ten seconds of each kind.
+    """
+    if not isinstance(arguments, types.BaseTuple):
+        return None
+    kinds = tuple(arguments)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = context.call_conv.get_function_type(types.none, kinds)
+        callee = builder.inttoptr(args[0], function.as_pointer())
+        context.call_conv.call_function(builder, callee, types.none, kinds, cgutils.unpack_tuple(builder, args[1]))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, arguments), code
+
+
 @njit(**OPTIONS)
 def _spin(spins):
     """Wait a moment; returns the number of spins so far."""
