@@ -23,7 +23,12 @@ class HeldOutPrompt:
 
 
 def held_out_prompts(count: int | None = None) -> list[HeldOutPrompt]:
-    """Return the first `count` prompts (by default all 128). They have 4 to 256 tokens and are in mixed order."""
+    """Return the first `count` prompts (by default all 128). They have 4 to 256 tokens and are in mixed order.
+
+    Ten of them are from six files with a near-copy among the training files: `httpcore/_synchronization.py`,
+    `mypy/plugins/functools.py`, `torch/_appdirs.py`, and three of transformers (`bert_generation`, `megatron_bert`,
+    `siglip`). The card's figures are of other files, of which none is similar to a training file.
+    """
     path = Path(__file__).with_name("held_out_prompts.jsonl")
     rows = [HeldOutPrompt(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     if count is not None and not 1 <= count <= len(rows):
