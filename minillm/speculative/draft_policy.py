@@ -34,8 +34,8 @@ FIRST_PLAIN, PLAIN_EVERY = 8, 128
 """Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 128."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
 """Least and most steps without any drafts before one request tries again. Every other try drafts the full length,
-because one draft says nothing about later positions. Each try doubles the pause before the next; a decision to draft
-resets it. If no draft was judged yet, the first try is at once."""
+because one draft says nothing about later positions. Each try in which something was drafted doubles the pause before
+the next; a decision to draft resets it. If no draft was judged yet, the first try is at once."""
 TRIES_SHARE = 0.02
 """What a try may cost, as a share of the time that then passes before the next."""
 TREE_GAIN = 2.0
@@ -254,6 +254,8 @@ class AdaptiveDrafts:
         ended: then the next one follows at once. A try is judged only once."""
         tried, self._tried = self._tried, None
         if not tried:
+            if tried is not None:  # the drafter found nothing to draft
+                self._pause = max(FIRST_PAUSE, self._pause // 2)
             return False
         count = max(num_drafts for num_drafts, _ in tried)
         gained = 1 + statistics.mean(accepted for _, accepted in tried)

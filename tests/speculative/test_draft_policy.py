@@ -140,12 +140,26 @@ def test_long_contexts_make_a_draft_cheap() -> None:
 
 
 def test_after_a_pause_one_request_tries_again_and_pauses_grow() -> None:
+    assert gaps_between_tries(finds_drafts=True) == [2 * FIRST_PAUSE + 1, 4 * FIRST_PAUSE + 1]
+
+
+def test_after_a_try_in_which_nothing_was_found_to_draft_the_pause_does_not_grow() -> None:
+    """A text that begins to repeat must not wait for as long as one whose drafts are always wrong."""
+    assert set(gaps_between_tries(finds_drafts=False)) == {FIRST_PAUSE + 1}
+
+
+def gaps_between_tries(finds_drafts: bool) -> list[int]:
     policy, request = AdaptiveDrafts(4, CHEAP_ROWS), a_request()
     judged(policy, request, 0.0)
-    tried = [step for step in range(8 * FIRST_PAUSE) if any(policy.plan([request], 1).num_drafts)]
+    tried = []
+    for step in range(9 * FIRST_PAUSE):
+        [count] = policy.plan([request], 1).num_drafts
+        if count:
+            tried.append(step)
+            if finds_drafts:
+                policy.judged(request, count, 0)
     assert tried[:PLAN_STEPS] == list(range(FIRST_PAUSE, FIRST_PAUSE + PLAN_STEPS))
-    gaps = [after - before for before, after in pairwise(tried) if after - before > 1]
-    assert gaps == [2 * FIRST_PAUSE + 1, 4 * FIRST_PAUSE + 1][: len(gaps)] and gaps
+    return [after - before for before, after in pairwise(tried) if after - before > 1]
 
 
 def test_every_second_try_draws_all_drafts() -> None:

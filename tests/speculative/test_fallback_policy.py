@@ -10,7 +10,7 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.request import Request
-from minillm.speculative.draft_policy import AdaptiveDrafts, FixedDrafts
+from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan, FixedDrafts
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts
@@ -111,6 +111,23 @@ def test_a_step_is_told_to_the_method_that_drafted_and_without_drafts_to_both() 
         policy.step_finished(drafts, 5, 0, 9.0)
         assert np.array(told) == pytest.approx(np.array(expected))
         told.clear()
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_method_that_goes_without_drafts_learns_from_steps_with_those_of_the_other(
+    planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the other always drafts, there are no other steps that it could compare its own with."""
+    drafter, policy = both(0, 0)
+    requests = [a_request("one"), a_request("other")]
+    monkeypatch.setattr(policy.first, "plan", lambda *_: DraftPlan([2 * planned] * 2))
+    monkeypatch.setattr(policy.second, "plan", lambda *_: DraftPlan([2, 2]))
+    policy.plan(requests, 2)
+    drafter.propose(requests, [2, 2])
+    told: list[tuple[bool, float, float, float]] = []
+    policy.first._overhead.add = lambda *step: told.append(step)
+    policy.step_finished(dict.fromkeys(requests, 2), 6, 0, 9.0)
+    assert told == ([] if planned else [(False, 9.0 - DEAR.draft(2, 2), CHEAP.target(6, 0), 0.0)])
 
 
 class Wrong(Drafter):
