@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise, product
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -32,6 +34,7 @@ from minillm.speculative.step_costs import (
 )
 from minillm.trace import DraftsPlanned, StepRan
 from tests.conftest import TinyPair
+from tests.speculative.three_tokens import expected_triples, p_of_triples
 
 FREE_ROWS = StepCosts({1: 1.0, 64: 1.0})
 """As on a GPU with one request: more rows cost nothing."""
@@ -526,3 +529,26 @@ def test_a_decision_is_not_for_another_request_of_the_same_id() -> None:
     judged(policy, first, 0.1)
     assert policy.plan([first], 1).num_drafts == [0]
     assert policy.plan([a_request("a", temperature=1.0, seed=7)], 1).num_drafts == [4]
+
+
+class AsTheTextSays(FixedDrafts):
+    """From none to three drafts, as the last token and the number of accepted drafts so far say."""
+
+    accepted: ClassVar[WeakKeyDictionary[Request, int]] = WeakKeyDictionary()
+
+    def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
+        return DraftPlan([(r.token_ids[-1] + self.accepted.get(r, 0)) % 4 for r in requests])
+
+    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self.accepted[request] = self.accepted.get(request, 0) + num_accepted
+
+
+@pytest.mark.parametrize("method", ["draft_model", "suffix"])
+def test_sampled_text_follows_the_target_however_the_number_of_drafts_depends_on_it(
+    tiny: TinyPair, method: str
+) -> None:
+    """χ², without seeds of the requests' own; a correct engine fails with probability 1e-6 over the engine's seed."""
+    config = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3}
+    if method == "suffix":
+        config = {"method": "suffix", "num_speculative_tokens": 3, "fallback": config}
+    assert p_of_triples(tiny, expected_triples(tiny), config, AsTheTextSays(3)) > 1e-6

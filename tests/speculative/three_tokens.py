@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.speculative.draft_policy import DraftPolicy
 from tests.chi_square import p_value
 from tests.conftest import TinyPair
 
@@ -19,7 +20,7 @@ TEMPERATURE = 1.3
 Expected = dict[tuple[int, ...], float]
 
 
-def sampled(seed: int) -> SamplingParams:
+def sampled(seed: int | None) -> SamplingParams:
     return SamplingParams(seed=seed, top_k=TOP, temperature=TEMPERATURE, max_tokens=16, ignore_eos=True)
 
 
@@ -40,13 +41,17 @@ def expected_triples(tiny: TinyPair) -> Expected:
     return found
 
 
-def p_of_triples(tiny: TinyPair, expected: Expected, config: dict[str, Any], **attributes: Any) -> float:
+def p_of_triples(
+    tiny: TinyPair, expected: Expected, config: dict[str, Any], policy: DraftPolicy | None = None, **attributes: Any
+) -> float:
     """The p-value of the engine's first three tokens, χ² with 26 degrees of freedom. A request is aborted as soon as it
-    has them. `attributes` are set on the drafter first."""
+    has them. `attributes` are set on the drafter first. With a `policy`, requests have no seeds of their own."""
     llm = LLM(str(tiny.target), max_num_seqs=COUNT, enforce_eager=True, speculative_config=config)
     for name, value in attributes.items():
         setattr(llm.engine.drafter, name, value)
-    requests = llm.submit([PROMPT] * COUNT, [sampled(seed) for seed in range(COUNT)])
+    if policy is not None:
+        llm.engine.scheduler.draft_policy = policy
+    requests = llm.submit([PROMPT] * COUNT, [sampled(None if policy else seed) for seed in range(COUNT)])
     while llm.engine.requests:
         for request in llm.engine.step():
             if request.num_output_tokens >= 3:
