@@ -97,11 +97,14 @@ class Request:
         return self.num_new_tokens == 1 and self.num_output_tokens > 0 and self.num_tokens > self.num_dropped_tokens
 
     @property
+    def reports_prompt_logprobs(self) -> bool:
+        """Whether this request reports log-probabilities of its prompt: of several completions, only the first does."""
+        return self.params.prompt_logprobs is not None and self.index == 0
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still to be computed. The prompt's first completion reports
-        them."""
-        asked = self.params.prompt_logprobs is not None and self.index == 0
-        return asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        """Whether some log-probabilities of the prompt are still to be computed."""
+        return self.reports_prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def num_remaining_tokens(self) -> int:

@@ -343,6 +343,7 @@ def test_demo_refuses_a_pace_that_makes_no_sense(pause, capsys):
         (["--check", "--nbgrader", "x"], "--check cannot be combined"),
         (["--remeasure", "--check"], "--remeasure cannot be combined"),
         (["--mutants", "--otter", "x"], "--mutants cannot be combined"),
+        (["--run", "--mutants"], "--run cannot be combined"),
     ],
     ids=str,
 )

@@ -9,8 +9,8 @@ threshold are kept, the same threshold in all layers and heads, so heads that at
 the keys that are kept is exact. The fixed prefix of the paper is here the prompt without its last `window` tokens.
 
 **This layout stores more, not less**: all keys and values, and the centroids. What falls is what a decode step would
-read: the centroids, and the rows of the kept clusters, which `share_read` counts. This PyTorch version gathers nothing:
-it masks the other clusters, so it saves no time either.
+read: the centroids, and the rows of the kept clusters (`share_read` counts these rows). This PyTorch version gathers
+nothing: it masks the other clusters, so it saves no time either.
 
 Differences from the paper. The threshold is a multiple of 1 / n, the weight of each of n keys under uniform attention,
 so that one value suits prompts of all lengths; 0 keeps everything. Query heads of one KV head share what is loaded:

@@ -57,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
     _refuse_useless(args)
-    if args.rerun and args.mutants:
-        raise ConfigError("--run is not used with --mutants: leave one of them out")
     if args.mutants:
         return _try_mutants(args)
     if not (args.root / "solutions").is_dir():
@@ -91,6 +89,7 @@ def _refuse_useless(args: argparse.Namespace) -> None:
         (args.secret_file, args.nbgrader or args.otter, "--secret-file needs --nbgrader or --otter"),
         (args.report, args.mutants, "--report needs --mutants"),
         (args.jobs, args.rerun or args.mutants, "--jobs needs --run or --mutants"),
+        (args.rerun, not args.mutants, f"--run {ALONE}"),
         (
             args.check,
             not (assignments or args.mutants),

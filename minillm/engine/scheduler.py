@@ -64,10 +64,8 @@ class Scheduled:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the log-probabilities of the prompt tokens in this chunk were asked for."""
-        request = self.request
-        asked = request.params.prompt_logprobs is not None and request.index == 0
-        return asked and self.start < request.num_prompt_tokens
+        """Whether the log-probabilities of the prompt tokens in this chunk are reported."""
+        return self.request.reports_prompt_logprobs and self.start < self.request.num_prompt_tokens
 
     @property
     def wants_logprobs(self) -> bool:

@@ -27,7 +27,8 @@ def held_out_prompts(count: int | None = None) -> list[HeldOutPrompt]:
 
     Ten of them are from six files with a near-copy among the training files: `httpcore/_synchronization.py`,
     `mypy/plugins/functools.py`, `torch/_appdirs.py`, and three of transformers (`bert_generation`, `megatron_bert`,
-    `siglip`). The card's figures are of other files, of which none is similar to a training file.
+    `siglip`). The card's figures are of other files, none of which is similar to a training file
+    (`training.near_duplicates.SIMILAR_TO_HELD_OUT`).
     """
     path = Path(__file__).with_name("held_out_prompts.jsonl")
     rows = [HeldOutPrompt(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -128,7 +128,8 @@ class CpuExecutor:
         return torch.from_numpy(self.scratch[first : first + count * size].copy()).view(count, size)
 
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
-        """See `ModelRunner.draft`. All `count` steps are one compiled call."""
+        """See `ModelRunner.draft`. All `count` steps are one compiled call. Raises `NonFiniteLogitsError` if the logits
+        of a draft token were NaN or infinite."""
         drafted = np.empty((len(segments), count), np.int64)
         self._run(segments, drafted, (), NO_QUERIES)
         if (drafted == step.NO_TOKEN).any():

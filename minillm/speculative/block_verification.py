@@ -33,7 +33,8 @@ from minillm.speculative.rejection_sampler import Verdict, check_drafts, draft_d
 
 @dataclass(frozen=True)
 class BlockRule:
-    """`rejection_sample_method="block"`, for chains."""
+    """`rejection_sample_method="block"`, for chains. A tree of a drafter that did not announce it
+    (`Drafter.proposes_trees`) is judged by the standard rule."""
 
     is_exact = True
 

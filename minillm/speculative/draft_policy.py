@@ -21,7 +21,7 @@ from minillm.request import Request
 from minillm.speculative.step_costs import COMPARED_STEPS, SETTLING_STEPS, DraftingOverhead, StepCosts
 
 MIN_GAIN = 1.05
-"""Speed-up, as predicted, below which nothing is drafted: predictions are about 5% off."""
+"""Speed-up, as predicted, below which nothing is drafted: a smaller gain is within the error of a prediction."""
 PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 64
 """Steps that a decision holds for while the same requests decode: if it is to draft, and at most if it is not.
 Acceptance changes slowly, and deciding takes time."""

@@ -92,8 +92,9 @@ class CacheState(TraceState):
     history: list[PoolSnapshot] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
     _active: dict[str, RequestState] = field(default_factory=dict)
-    _num_added: int = 0
     """The requests that had not finished before this step. Only these have blocks, or changes of this step."""
+    _num_added: int = 0
+    """Requests so far. `requests` has fewer if an id was used again."""
 
     @property
     def block_size(self) -> int:
@@ -229,7 +230,7 @@ class CacheState(TraceState):
 
     def _add(self, event: RequestAdded) -> None:
         num_tokens = len(event.prompt_token_ids)
-        index, self._num_added = self._num_added, self._num_added + 1  # an id may be used again
+        index, self._num_added = self._num_added, self._num_added + 1
         self.requests[event.request_id] = RequestState(event.request_id, index, event.prompt, num_tokens, num_tokens)
         self._request(event.request_id)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minillm.errors import TrainingError
 from minillm.training.record import LOG, RECIPES
-from minillm.training.state_files import copy_whole, read_state, replacing, write_state
+from minillm.training.state_files import STATE, copy_whole, read_state, replacing, write_state
 
 WEIGHTS, TOKENIZER, LOGS = "stable.safetensors", "tokenizer.json", (LOG, "hardware.json", RECIPES)
 COUNTERS = ("step", "tokens_seen", "tokens_before", "seconds")
@@ -26,7 +26,7 @@ LARGEST_CODE = 127
 
 def pack_run(runs: Path, folder: Path) -> None:
     """Write the stable run of `runs` and its tokenizer into `folder`. Raises `TrainingError` if there is none."""
-    state_file = runs / "target" / "state.pt"
+    state_file = runs / "target" / STATE
     if not state_file.exists():
         raise TrainingError(f"{state_file} is missing; run the stage `target` first")
     state = read_state(state_file, "cpu", mmap=True)
@@ -56,7 +56,7 @@ def unpack_run(folder: Path, runs: Path) -> None:
         if not (folder / name).exists():
             raise TrainingError(f"--begin-with {folder} has no {name}; name a folder written by `minillm train --pack`")
     target = runs / "target"
-    if (target / "state.pt").exists():
+    if (target / STATE).exists():
         raise TrainingError(f"{target} has a run already; name another folder with --folder")
     own = runs / "corpus" / TOKENIZER
     if own.exists() and own.read_bytes() != (folder / TOKENIZER).read_bytes():
@@ -69,7 +69,7 @@ def unpack_run(folder: Path, runs: Path) -> None:
     copy_whole(folder / TOKENIZER, own)
     for log in LOGS:
         copy_whole(folder / log, target / log)
-    write_state(target / "state.pt", state)  # last: a folder with a state is complete
+    write_state(target / STATE, state)  # last: a folder with a state is complete
 
 
 def _packed_state(file: Path) -> dict[str, Any]:

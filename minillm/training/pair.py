@@ -17,7 +17,7 @@ from minillm.training.fim_documents import PRETRAINING, GapShares
 from minillm.training.pretrain import Recipe, new_model
 from minillm.training.recipes import DECAY_LENGTHS, DRAFT, EXTRAPOLATION, TARGET, decay_recipe, unlikelihood_recipe
 from minillm.training.stage_inputs import BUDGET, FILE, read_inputs
-from minillm.training.state_files import read_state
+from minillm.training.state_files import STATE, read_state
 from minillm.training.target_evaluation import Amount
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "models" / "weights"
@@ -87,7 +87,7 @@ class Pair:
 
     def state_file(self, stage: str) -> Path:
         """The state file of a stage. Raises `TrainingError` if there is none."""
-        file = self.folder / stage / "state.pt"
+        file = self.folder / stage / STATE
         if not file.exists():
             raise TrainingError(f"there is no trained model in {file.parent}; run the stage `{stage}` first")
         return file

@@ -32,7 +32,7 @@ from minillm.training.data import Batches
 from minillm.training.optimizers import optimizers
 from minillm.training.precision import forward_precision
 from minillm.training.record import LOG, drop_cut_line
-from minillm.training.state_files import read_state, write_state
+from minillm.training.state_files import STATE, read_state, write_state
 
 GPU_STEPS = 100
 """A step on a GPU takes milliseconds, so its states are saved less often."""
@@ -128,7 +128,7 @@ class Trainer:
     @property
     def state_file(self) -> Path:
         """The file that stores the run between sessions."""
-        return self.folder / "state.pt"
+        return self.folder / STATE
 
     @property
     def pause_file(self) -> Path:

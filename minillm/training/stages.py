@@ -32,7 +32,7 @@ from minillm.training.pretrain import Loss, Trainer, next_token_loss
 from minillm.training.record import RunRecord
 from minillm.training.stage_inputs import check_inputs
 from minillm.training.stage_runs import as_shipped, finished_target, run_to_the_end
-from minillm.training.state_files import read_json, read_state, write_json
+from minillm.training.state_files import STATE, read_json, read_state, write_json
 from minillm.training.target_evaluation import evaluate_target
 from minillm.training.trained_drafters import TRAINED
 from minillm.training.unlikelihood import OwnText, UnlikelihoodLoss
@@ -65,7 +65,7 @@ def decay_target(pair: Pair) -> None:
     may continue; a finished branch stays as it is then."""
     text, stable = pair.training_text(LATER), pair.state_file("target")
     folder, now = pair.folder / "decay", _tokens_seen(pair, "target")
-    if (folder / "state.pt").exists() and pair.is_finished("decay"):
+    if (folder / STATE).exists() and pair.is_finished("decay"):
         began = pair.input_tokens("decay")["target"]
         later = f"; the stable run has {now:,} now: to branch again, remove {folder}" if now != began else ""
         tqdm.write(f"decay: done, from the stable run at {began:,} tokens{later}")

@@ -155,6 +155,15 @@ def test_two_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one[row, :count], two[row, :count])
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_drafts_end_where_logits_are_broken(broken: float) -> None:
+    _, fast = both(random_model(PLAIN), random_heads(SHAPE))
+    hidden, last = inputs(2, SHAPE.hidden_size)
+    right = fast.draft_argmax(hidden, last, [4, 4], 0.0)
+    hidden[0, 3] = broken
+    assert fast.draft_argmax(hidden, last, [4, 4], 0.0) == [[], right[1]]
+
+
 def test_a_product_that_is_left_out_is_seen() -> None:
     """Each matrix counts: with any of them at zero the drafts or their number differ."""
     for index in range(compiled.POSITION_OUT + SHAPE.num_drafts):

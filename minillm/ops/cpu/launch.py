@@ -56,7 +56,7 @@ class Launcher:
             return time.perf_counter() - began
 
     def _find_address(self, arguments: Sequence[Any]) -> int:
-        """Compile `run` for these arguments, or load it from disk. All later ones are of the same types."""
+        """Compile `run` for these arguments, or load it from disk. Those of all later calls are of the same types."""
         kinds = tuple(map(typeof, arguments))
         self.run.compile(kinds)
         compiled = self.run.overloads[kinds]
@@ -64,13 +64,7 @@ class Launcher:
         return self.address
 
     def warm_up(self, call: Callable[[], Any]) -> None:
-        """Run `call`, which launches once, on several threads and on one, so that numba compiles both entry points or
-        loads them from disk. What that took is forgotten."""
-        usable = self.usable_processors
-        try:
-            for limit in (usable, 1):
-                self.usable_processors = limit
-                call()
-        finally:
-            self.usable_processors = usable
-            self.choice = ThreadChoice()
+        """Run `call`, which launches once, so that numba compiles the entry points or loads them from disk. What that
+        took is forgotten."""
+        call()
+        self.choice = ThreadChoice()

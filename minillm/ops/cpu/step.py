@@ -33,7 +33,9 @@ QKV, OUT, GATE_UP, DOWN = range(4)
 """A layer's matrices, in this order; the unembedding follows those of the last layer."""
 EPS = 0
 """Index of ε in `Weights.vectors`."""
-NO_TOKEN, INFINITY = -1, np.float32(np.inf)
+NO_TOKEN = -1
+"""Stands for a draft where logits are NaN or infinite."""
+INFINITY = np.float32(np.inf)
 DEPTH = 0
 """Column of `Inputs.tree`: what is added to the position of a request's first new token. The other is the mask
 (`attention.MASK`)."""
@@ -316,6 +318,7 @@ def argmax(logits, at, size):
     for i in range(at, at + size):
         if logits[i] > logits[best]:
             best = i
+    for i in range(at, at + size):  # in a loop of its own, so that it is vectorised
         is_broken |= not abs(logits[i]) < INFINITY
     return NO_TOKEN if is_broken else best - at
 

@@ -83,8 +83,9 @@ def _requests(requests: Sequence[RequestState], hidden: int) -> str:
     heads += label(COUNT, ROWS_TOP - 10, "TOKENS", size=11.5, weight=600, anchor="end")
     names = distinct_names([one_line(request.prompt) for request in requests])
     rows = [_row(r, name, ROWS_TOP + i * ROW) for i, (r, name) in enumerate(zip(requests, names, strict=True))]
-    more = f"and {plural(hidden, 'more request')}" if hidden else ""
-    return heads + "".join(rows) + label(54, ROWS_TOP + len(rows) * ROW + 11, more, size=11)
+    if hidden:
+        rows.append(label(54, ROWS_TOP + len(rows) * ROW + 11, f"and {plural(hidden, 'more request')}", size=11))
+    return heads + "".join(rows)
 
 
 def _row(request: RequestState, name: str, top: float) -> str:
