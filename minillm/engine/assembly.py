@@ -34,6 +34,7 @@ from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedD
 from minillm.speculative.drafter import DraftContext, Drafter
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts
+from minillm.speculative.plain_turns import PlainTurns
 from minillm.speculative.rejection_sampler import EXACT
 from minillm.speculative.step_costs import measure
 from minillm.tokenizer import Tokenizer
@@ -151,6 +152,14 @@ def _draft_policy(
     """How many drafts each request gets. Measures what they cost if their number adapts."""
     if speculative is None:
         return None
+    policy = _policy_of(speculative, target, drafter, num_blocks, max_model_len)
+    return PlainTurns(policy) if speculative.adaptive else policy
+
+
+def _policy_of(
+    speculative: SpeculativeConfig, target: ModelRunner, drafter: Drafter, num_blocks: int, max_model_len: int
+) -> DraftPolicy:
+    """The policy of a method and, if it has one, of its fallback."""
     if not speculative.adaptive:
         return FixedDrafts(speculative.max_drafts)
     fallback, first = speculative.fallback, drafter.first if isinstance(drafter, FallbackDrafter) else drafter
@@ -159,7 +168,7 @@ def _draft_policy(
     adaptive = AdaptiveDrafts(most, costs, speculative.drafter_cls.proposes_trees)
     if fallback is None:
         return adaptive
-    return FallbackDrafts(drafter, adaptive, _draft_policy(fallback, target, drafter.second, num_blocks, max_model_len))
+    return FallbackDrafts(drafter, adaptive, _policy_of(fallback, target, drafter.second, num_blocks, max_model_len))
 
 
 class RunnerPlans:

@@ -297,7 +297,7 @@ class Engine:
             )
         )
         if draft.token_ids:
-            self.scheduler.draft_policy.judged(request, len(draft.token_ids), verdict.num_accepted)
+            self.scheduler.draft_policy.judged(request, item.num_drafts, len(draft.token_ids), verdict.num_accepted)
             self.drafter.judged(request, draft, verdict)
         if request.finished:
             self._finish(request)

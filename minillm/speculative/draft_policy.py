@@ -9,39 +9,40 @@ many of the drafts already made are verified.
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from minillm.request import Request
 from minillm.speculative.step_costs import COMPARED_STEPS, SETTLING_STEPS, DraftingOverhead, StepCosts
 
-MIN_GAIN = 1.05
+MIN_GAIN = 1.07
 """Speed-up, as predicted, below which nothing is drafted: a smaller gain is within the error of a prediction."""
-PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 64
-"""Steps that a decision holds for while the same requests decode: if it is to draft, and at most if it is not.
-Acceptance changes slowly, and deciding takes time."""
-PLAIN_STEPS = COMPARED_STEPS
-"""So many steps go without drafts now and then, so that both are known under the same conditions."""
+TRY_STEPS, PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 16, 64
+"""Steps that a decision holds for while the same requests decode: to try drafts, to draft, and at most to draft
+nothing. Acceptance changes slowly, and deciding takes time."""
 BEFORE_DECISION = COMPARED_STEPS + SETTLING_STEPS
 """For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it, so
 that a try is compared with the steps just before."""
-FIRST_PLAIN, PLAIN_EVERY = 8, 128
-"""Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 128."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
 """Least and most steps without any drafts before one request tries again. Every other try drafts the full length,
 because one draft says nothing about later positions. Each try in which something was drafted doubles the pause before
 the next; a decision to draft resets it. If no draft was judged yet, the first try is at once."""
 TRIES_SHARE = 0.02
 """What a try may cost, as a share of the time that then passes before the next."""
+LARGEST_WEIGHT = 1e100
+"""Of a round, before all are scaled down."""
+FIRST_RATE = 0.7
+"""Share of first drafts that are accepted, before any was judged."""
 TREE_GAIN = 2.0
 """Accepted drafts of a tree, before any was judged."""
 PRIOR_WEIGHT = 4.0
-"""How many of a request's own drafts at a position weigh as much as what is known from all requests."""
+"""How many rounds weigh as much as what is believed before them: of a request what is known from all, of all what is
+known from the position before."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class DraftPlan:
     num_drafts: list[int]
     """Most drafts of each request."""
     survival: list[list[float]] = field(default_factory=list)
-    """Per request, by position: the estimated probability that this draft and all before it are accepted."""
+    """Per request, by position: the estimated probability that this draft is made and it and all before it are
+    accepted."""
     speedups: list[float] = field(default_factory=list)
     """`speedups[m]`: predicted tokens per second with the m most promising drafts of all requests, as a multiple of
     plain decoding. Empty: nothing was predicted."""
@@ -68,8 +70,8 @@ class DraftPolicy(Protocol):
     def plan_held(self, num_steps: int) -> None:
         """Called when a plan to draft nothing ends that has held for so many steps without another call of `plan`."""
 
-    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Called with each verdict on at least one draft."""
+    def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
+        """Called with each verdict on at least one draft. `num_asked`: the most drafts that there could have been."""
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """Called after each step for which `plan` was called, that computed no prompt, and that either has drafts or
@@ -78,8 +80,9 @@ class DraftPolicy(Protocol):
         `drafts`: the number of drafts of the requests that had any; `num_rows`: all rows of the forward; `num_context`:
         tokens that its requests had in the cache; `seconds`: of the whole step."""
 
-    def drafting_seconds(self, drafts: Mapping[Request, int]) -> float:
-        """What drafting so many tokens, at least one, for each of at least one request should take; 0 if unknown."""
+    def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
+        """What so many drafts of each request should have added to a step, `num_rows` and `num_context` as in
+        `step_finished`; 0 if unknown."""
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """Whether the next step may have drafts for one of the `requests` of this one. If not, the drafter is not
@@ -99,14 +102,14 @@ class FixedDrafts:
     def plan_held(self, num_steps: int) -> None:
         """See `DraftPolicy.plan_held`."""
 
-    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
 
-    def drafting_seconds(self, drafts: Mapping[Request, int]) -> float:
-        """See `DraftPolicy.drafting_seconds`."""
+    def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
+        """See `DraftPolicy.added_seconds`."""
         return 0.0
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
@@ -114,23 +117,91 @@ class FixedDrafts:
         return True
 
 
-@dataclass
 class Acceptance:
-    """How often drafts at each position were accepted, given that all before them were; older rounds count less."""
+    """How far drafts reach, of the rounds that have any; older rounds count less.
 
-    accepted: list[float]
-    judged: list[float]
+    A drafter may make fewer drafts than it was asked for: a lookup does where it finds a short or doubtful match. So a
+    position counts only in rounds that asked for it. If none did lately, what is known of it gets old.
+    """
 
-    @classmethod
-    def prior(cls, num_positions: int, rate: float, weight: float) -> Acceptance:
-        """What is believed before anything was judged: `weight` drafts at each position, of which `rate` accepted."""
-        return cls([rate * weight] * num_positions, [weight] * num_positions)
+    def __init__(self, num_positions: int, memory: float) -> None:
+        """`memory`: the weight of a round against the next, below 1."""
+        self.memory = memory
+        self.asked, self.made = [0.0] * num_positions, [0.0] * num_positions
+        """By position: the rounds that asked for a draft there, and those that had one."""
+        self.reached, self.accepted = [0.0] * num_positions, [0.0] * num_positions
+        """The rounds that asked for a draft there and in which all before it were accepted, and those in which there
+        was one that was accepted, too."""
+        self._weight = 1.0
+        """Of the latest round. It grows, which is the same as if those before it faded."""
 
-    def add(self, num_drafts: int, num_accepted: int, memory: float) -> None:
-        """Count one round. `memory`: the weight of earlier rounds, below 1."""
-        for i in range(min(num_drafts, num_accepted + 1)):
-            self.judged[i] = memory * self.judged[i] + 1
-            self.accepted[i] = memory * self.accepted[i] + (i < num_accepted)
+    def add(self, num_asked: int, num_drafts: int, num_accepted: int) -> None:
+        """Count one round."""
+        weight = self._next_weight()
+        for i in range(num_asked):
+            self.asked[i] += weight
+        for i in range(num_drafts):
+            self.made[i] += weight
+        for i in range(min(num_asked, num_accepted + 1)):
+            self.reached[i] += weight
+        for i in range(num_accepted):
+            self.accepted[i] += weight
+
+    def add_tree(self, share: float) -> None:
+        """Count one round with a tree. `share`: accepted drafts, of the most that there can be."""
+        weight = self._next_weight()
+        self.reached[0] += weight
+        self.accepted[0] += weight * share
+
+    def forget_half(self) -> None:
+        """Let the rounds so far count half as much."""
+        self._scale(0.5)
+
+    def rates(self, usual: Sequence[float] | float) -> list[float]:
+        """By position: the share of rounds with an accepted draft there, of those with all before it accepted. `usual`:
+        what is believed before any round, as in `_estimates`."""
+        return self._estimates(self.accepted, self.reached, usual)
+
+    def shares_made(self, usual: Sequence[float] | float) -> list[float]:
+        """By position: the share of rounds with a draft there."""
+        return self._estimates(self.made, self.asked, usual)
+
+    def _estimates(
+        self, happened: Sequence[float], rounds: Sequence[float], usual: Sequence[float] | float
+    ) -> list[float]:
+        """Quotients by position. What is believed before any round weighs as much as `PRIOR_WEIGHT` rounds: `usual` by
+        position or, if it is one number, of the first; then a position is believed to be like the one before it."""
+        prior, found = PRIOR_WEIGHT * self._weight, []
+        belief = usual if isinstance(usual, float) else 0.0
+        for i, (some, total) in enumerate(zip(happened, rounds, strict=True)):
+            if not isinstance(usual, float):
+                belief = usual[i]
+            belief = (prior * belief + some) / (prior + total)
+            found.append(belief)
+        return found
+
+    def _next_weight(self) -> float:
+        self._weight /= self.memory
+        if self._weight > LARGEST_WEIGHT:
+            self._scale(1 / self._weight)
+            self._weight = 1.0
+        return self._weight
+
+    def _scale(self, factor: float) -> None:
+        for values in (self.asked, self.made, self.reached, self.accepted):
+            values[:] = [factor * value for value in values]
+
+
+class Candidate(NamedTuple):
+    """A draft that could be asked for."""
+
+    survival: float
+    """The probability that it is made and accepted."""
+    made: float
+    """The probability that it is made, and adds a row to the forward."""
+    request: int
+    """Which request it is of."""
+    position: int
 
 
 @dataclass
@@ -138,12 +209,12 @@ class AdaptiveDrafts:
     """As many drafts as raise the predicted number of tokens per second.
 
         tokens  =  requests + the sum of the chosen drafts' survival probabilities
-        seconds =  drafting + one forward with a row for each request and each chosen draft
+        seconds =  drafting + one forward with a row for each request and each chosen draft that will be made
 
-    Survival is estimated per request and position from its own verdicts and, while there are few, from those of all
-    requests. Costs are measured (`StepCosts`), and corrected by how much more drafts turn out to add to a step
-    (`DraftingOverhead`). A request that samples with a seed of its own gets all drafts, because the number of drafts
-    changes which random numbers choose a token, and its text should not depend on the speed of the machine.
+    How many are made and survive is estimated per request and position from its own rounds and, while there are few,
+    from those of all requests. Costs are measured (`StepCosts`), and corrected by how much more drafts turn out to add
+    to a step (`DraftingOverhead`). A request that samples with a seed of its own gets all drafts, because the number of
+    drafts changes which random numbers choose a token, and its text should not depend on the speed of the machine.
     """
 
     max_drafts: int
@@ -160,12 +231,8 @@ class AdaptiveDrafts:
     """What was decided, without regard to requests with a seed of their own."""
     _steps_left: int = field(init=False, default=0)
     _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
-    _drafted_steps: int = field(init=False, default=0)
-    """Steps with drafts since it was decided to go without."""
-    _plain_after: int = field(init=False, default=FIRST_PLAIN)
-    """Steps with drafts before some go without."""
-    _plain_left: int = field(init=False, default=0)
-    """Steps that still go without."""
+    _has_first_drafts: bool = field(init=False, default=False)
+    """Whether this step had the first drafts of a request. It is not counted: the drafter reads the prompt in it."""
     _idle_steps: int = field(init=False, default=0)
     """Steps since something was drafted."""
     _pause: int = field(init=False, default=0)
@@ -175,29 +242,27 @@ class AdaptiveDrafts:
     """The drafts of each round of the latest try, and how many were accepted; None once that was looked at."""
 
     def __post_init__(self) -> None:
-        rate = min(0.7, TREE_GAIN / self.max_drafts) if self.drafts_trees else 0.7
-        self._all = Acceptance.prior(self.max_drafts, rate, weight=4)
+        self._all = Acceptance(self.max_drafts, self.memory**0.5)
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
-        if self._goes_without(requests):
-            return DraftPlan([0] * len(requests))
-        work = num_rows, list(requests)  # not their ids, which can be reused
-        if self._steps_left and work == self._work:
+        has_own_seeds = any(request.samples_with_own_seed for request in requests)
+        if self._steps_left and self._work == (num_rows, requests):
             found = DraftPlan(self._counts)
         else:
             found = self._decide(requests, num_rows)
-            self._work, self._counts = work, found.num_drafts
+            self._work, self._counts = (num_rows, list(requests)), found.num_drafts  # not their ids, used again later
             until_try = min(max(1, self._pause - self._idle_steps), IDLE_PLAN_STEPS)
-            self._steps_left = PLAN_STEPS if any(self._counts) else until_try
+            tries = self._tried is not None
+            self._steps_left = (TRY_STEPS if tries else PLAN_STEPS) if any(self._counts) else until_try
         self._steps_left -= 1
         if any(self._counts):
             self._idle_steps = 0
         else:
-            self._idle_steps, self._drafted_steps = self._idle_steps + 1, 0
-            if not self._overhead.compares and not any(request.samples_with_own_seed for request in requests):
+            self._idle_steps += 1
+            if not self._overhead.compares and not has_own_seeds:
                 return replace(found, num_steps=max(1, self._steps_left + 1 - BEFORE_DECISION))
-        return self._with_own_seeds(requests, found)
+        return self._with_own_seeds(requests, found) if has_own_seeds else found
 
     def plan_held(self, num_steps: int) -> None:
         """See `DraftPolicy.plan_held`."""
@@ -205,34 +270,27 @@ class AdaptiveDrafts:
         self._steps_left -= num_steps
         self._overhead.resume()
 
-    def _goes_without(self, requests: Sequence[Request]) -> bool:
-        """Whether this step is one of those that go without drafts now and then."""
-        if any(request.samples_with_own_seed for request in requests):
-            return False
-        if self._drafted_steps >= self._plain_after:
-            self._drafted_steps, self._plain_left = 0, PLAIN_STEPS
-            self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
-        if not self._plain_left:
-            return False
-        self._plain_left -= 1
-        return True
-
     def _decide(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         survival = [self.survival(request) for request in requests]
-        flat = np.array(survival).ravel()
-        order = np.argsort(-flat, kind="stable")  # the most promising first; a request's own stay in order
-        speedups = self._speedups(requests, flat[order], order % self.max_drafts, num_rows)
-        best = int(speedups.argmax())
+        drafts = [
+            Candidate(chance, made, index, position)
+            for index, request in enumerate(requests)
+            for position, (chance, made) in enumerate(zip(survival[index], self._made(request), strict=True))
+        ]
+        drafts.sort(key=lambda draft: -draft.survival)  # the most promising first; a request's own stay in order
+        speedups = self._speedups(requests, drafts, num_rows)
+        best = max(range(len(speedups)), key=speedups.__getitem__)
+        counts = [0] * len(requests)
         if speedups[best] >= MIN_GAIN:
             self._pause, self._tried = FIRST_PAUSE, None
-            counts = np.bincount(order[:best] // self.max_drafts, minlength=len(requests)).tolist()
+            for draft in drafts[:best]:
+                counts[draft.request] += 1
         else:
-            counts = [0] * len(requests)
             goes_on = self._latest_try_paid(requests, num_rows)
             if goes_on or self._idle_steps >= self._pause:
-                index = int(order[0]) // self.max_drafts
+                index = drafts[0].request
                 counts[index] = self._try(requests[index], requests, num_rows, goes_on)
-        return DraftPlan(counts, survival, speedups.tolist())
+        return DraftPlan(counts, survival, speedups)
 
     def _with_own_seeds(self, requests: Sequence[Request], plan: DraftPlan) -> DraftPlan:
         """`plan`, but all drafts for requests that sample with a seed of their own."""
@@ -244,7 +302,7 @@ class AdaptiveDrafts:
         self._num_tries += not goes_on
         self._forget_half(request)
         count = self.max_drafts if self.drafts_trees or self._num_tries % 2 else 1
-        extra = PLAN_STEPS * (self._step_ratio(1, count, requests, num_rows) - 1)
+        extra = TRY_STEPS * (self._step_ratio(1, count, requests, num_rows) - 1)
         self._pause = min(max(2 * self._pause, FIRST_PAUSE, round(extra / TRIES_SHARE)), LONGEST_PAUSE)
         self._tried = []
         return count
@@ -257,83 +315,90 @@ class AdaptiveDrafts:
             if tried is not None:  # the drafter found nothing to draft
                 self._pause = max(FIRST_PAUSE, self._pause // 2)
             return False
-        count = max(num_drafts for num_drafts, _ in tried)
-        gained = 1 + statistics.mean(accepted for _, accepted in tried)
+        count, accepted = (statistics.mean(column) for column in zip(*tried, strict=True))
+        gained = 1 + accepted
         return gained > MIN_GAIN * self._step_ratio(len(requests), count, requests, num_rows)
 
-    def _step_ratio(self, drafting: int, count: int, requests: Sequence[Request], num_rows: int) -> float:
-        """What a step takes in which so many of `requests` have `count` drafts each, in steps without drafts."""
+    def _step_ratio(self, drafting: int, count: float, requests: Sequence[Request], num_rows: int) -> float:
+        """What a step takes in which so many of `requests` have `count` drafts each, on average, in steps without."""
         context = sum(request.num_tokens for request in requests)
         plain = self.costs.target(num_rows, context)
         drafted = self.costs.draft(drafting, count) + self.costs.target(num_rows + drafting * count, context)
-        return 1 + self._overhead.ratio * (drafted / plain - 1)
+        return 1 + self._overhead.added(drafted / plain - 1)
 
     def _forget_half(self, request: Request) -> None:
         """Let the next verdicts on drafts of `request` weigh more than those so far."""
         for seen in (self._all, self._own.get(request)):
-            for i, judged in enumerate(seen.judged if seen is not None else ()):
-                if judged > 1:  # a position that is never judged must not fade to 0 / 0
-                    seen.judged[i], seen.accepted[i] = judged / 2, seen.accepted[i] / 2
+            if seen is not None:
+                seen.forget_half()
+        self._overhead.forget_half()
 
-    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
         self._pause = max(self._pause, FIRST_PAUSE)
         if self._tried is not None:
             self._tried.append((num_drafts, num_accepted))
         own = self._own.get(request)
         if own is None:
-            own = self._own[request] = Acceptance.prior(self.max_drafts, 0, 0)
-        if self.drafts_trees:  # a node's place in the tree says nothing; what a whole tree usually gains does
-            share = num_accepted / self.max_drafts
-            for seen, memory in ((own, self.memory), (self._all, self.memory**0.5)):
-                seen.judged[0] = memory * seen.judged[0] + 1
-                seen.accepted[0] = memory * seen.accepted[0] + share
-            return
-        own.add(num_drafts, num_accepted, self.memory)
-        self._all.add(num_drafts, num_accepted, self.memory**0.5)
+            own = self._own[request] = Acceptance(self.max_drafts, self.memory)
+            self._has_first_drafts = True
+        for seen in (own, self._all):
+            if self.drafts_trees:  # a node's place in the tree says nothing; what a whole tree usually gains does
+                seen.add_tree(num_accepted / self.max_drafts)
+            else:
+                seen.add(num_asked, num_drafts, num_accepted)
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
-        plain, extra = self.costs.target(num_rows - sum(drafts.values()), num_context), 0.0
-        if drafts:
-            extra = self.drafting_seconds(drafts) + self.costs.target(num_rows, num_context) - plain
+        if drafts and self._has_first_drafts:
+            self._has_first_drafts = False
+            return
+        plain, extra = self._expected_seconds(drafts, num_rows, num_context)
         self._overhead.add(bool(drafts), seconds, plain, extra)
-        self._drafted_steps += bool(drafts)
 
-    def drafting_seconds(self, drafts: Mapping[Request, int]) -> float:
-        """See `DraftPolicy.drafting_seconds`."""
-        return self.costs.draft(len(drafts), max(drafts.values()))
+    def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
+        """See `DraftPolicy.added_seconds`."""
+        plain, extra = self._expected_seconds(drafts, num_rows, num_context)
+        return plain * self._overhead.added(extra / plain) if drafts else 0.0
+
+    def _expected_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> tuple[float, float]:
+        """By `costs` alone: what a step with `num_rows` rows in all should take without `drafts`, and what they add."""
+        plain = self.costs.target(num_rows - sum(drafts.values()), num_context)
+        if not drafts:
+            return plain, 0.0
+        drafting = self.costs.draft(len(drafts), max(drafts.values()))
+        return plain, drafting + self.costs.target(num_rows, num_context) - plain
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
         return any(self._counts) or not self._steps_left or any(r.samples_with_own_seed for r in requests)
 
     def survival(self, request: Request) -> list[float]:
-        """The estimated probability, by position, that a draft of `request` and all before it are accepted."""
-        own, every = self._own.get(request), self._all
-        chances, product = [], 1.0
-        for i in range(self.max_drafts):
-            rate = every.accepted[i] / every.judged[i]
-            if own is not None:
-                rate = (PRIOR_WEIGHT * rate + own.accepted[i]) / (PRIOR_WEIGHT + own.judged[i])
-            if self.drafts_trees:
-                return [rate] * self.max_drafts
-            product *= rate
-            chances.append(product)
-        return chances
+        """The estimated probability, by position, that there is a draft of `request` and it and all before it are
+        accepted, in a round that has any drafts."""
+        own = self._own.get(request)
+        usual = self._all.rates(min(FIRST_RATE, TREE_GAIN / self.max_drafts) if self.drafts_trees else FIRST_RATE)
+        rates = usual if own is None else own.rates(usual)
+        return rates[:1] * self.max_drafts if self.drafts_trees else list(accumulate(rates, operator.mul))
 
-    def _speedups(
-        self, requests: Sequence[Request], survival: np.ndarray, position: np.ndarray, num_rows: int
-    ) -> np.ndarray:
-        """See `DraftPlan.speedups`. `survival` and `position`: of each draft of all requests, in the order in which
-        they are chosen."""
+    def _made(self, request: Request) -> list[float]:
+        """The estimated probability, by position, that there is a draft of `request`, in a round that has any."""
+        own, usual = self._own.get(request), self._all.shares_made(1.0)
+        return usual if own is None else own.shares_made(usual)
+
+    def _speedups(self, requests: Sequence[Request], drafts: Sequence[Candidate], num_rows: int) -> list[float]:
+        """See `DraftPlan.speedups`. `drafts`: in the order in which they are chosen."""
         context = sum(request.num_tokens for request in requests)
-        num_drafts = np.arange(1, len(survival) + 1)
-        tokens = len(requests) + survival.cumsum()
-        drafting = self.costs.draft((position == 0).cumsum(), np.maximum.accumulate(position + 1))
         plain = self.costs.target(num_rows, context)
-        extra = drafting + self.costs.target(num_rows + num_drafts, context) - plain
-        found = tokens / len(requests) * plain / (plain + self._overhead.ratio * extra)
+        tokens, rows, drafting, longest = float(len(requests)), float(num_rows), 0, 0
+        found = [1.0]
+        for draft in drafts:
+            tokens += draft.survival
+            rows += draft.made
+            drafting += draft.position == 0
+            longest = max(longest, draft.position + 1)
+            extra = self.costs.draft(drafting, longest) + self.costs.target(rows, context) - plain
+            found.append(tokens / len(requests) / (1 + self._overhead.added(extra / plain)))
         if self.drafts_trees:
-            found[num_drafts % self.max_drafts > 0] = 0.0
-        return np.concatenate(([1.0], found))
+            found = [speedup if i % self.max_drafts == 0 else 0.0 for i, speedup in enumerate(found)]
+        return found

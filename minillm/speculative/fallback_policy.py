@@ -37,27 +37,29 @@ class FallbackDrafts:
         for policy in (self.first, self.second):
             policy.plan_held(num_steps)
 
-    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
-        policy = self.first if self.drafter.proposer(request) is self.drafter.first else self.second
-        policy.judged(request, num_drafts, num_accepted)
+        is_second = self.drafter.proposer(request) is not self.drafter.first
+        policy = self.second if is_second else self.first
+        policy.judged(request, min(num_asked, self.drafter.limits[request][is_second]), num_drafts, num_accepted)
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """See `DraftPolicy.step_finished`. Each policy is told the time of the step without what the other's drafts
-        should have taken. A method that was to draft and did not, because the other had drafts, is told nothing."""
+        """See `DraftPolicy.step_finished`. Each policy is told of a step without what the other's drafts should have
+        added. A method that was to draft and did not, because the other had drafts, is told nothing."""
         of_first, of_second = self._by_proposer(drafts)
         for policy, own, other, others, planned in (
             (self.first, of_first, self.second, of_second, self._planned[0]),
             (self.second, of_second, self.first, of_first, self._planned[1]),
         ):
             if own or not others or not planned:
-                beside = other.drafting_seconds(others) if others else 0.0
-                policy.step_finished(own, num_rows, num_context, seconds - beside)
+                beside = other.added_seconds(others, num_rows, num_context) if others else 0.0
+                policy.step_finished(own, num_rows - sum(others.values()), num_context, seconds - beside)
 
-    def drafting_seconds(self, drafts: Mapping[Request, int]) -> float:
-        """See `DraftPolicy.drafting_seconds`."""
-        shares = zip((self.first, self.second), self._by_proposer(drafts), strict=True)
-        return sum(policy.drafting_seconds(own) for policy, own in shares if own)
+    def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
+        """See `DraftPolicy.added_seconds`."""
+        of_first, of_second = self._by_proposer(drafts)
+        second = self.second.added_seconds(of_second, num_rows, num_context)
+        return second + self.first.added_seconds(of_first, num_rows - sum(of_second.values()), num_context)
 
     def _by_proposer(self, drafts: Mapping[Request, int]) -> tuple[dict[Request, int], dict[Request, int]]:
         """`drafts` of the first method and of the second."""

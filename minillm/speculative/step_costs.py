@@ -1,18 +1,17 @@
 """What a step costs on this machine: a forward of the target by its rows, and drafting.
 
-It is measured when an engine starts, as the shortest of several times, because other programs only ever make a time
-longer. With all that an engine does around a forward, steps with drafts and without take longer, and not equally so;
-and many requests are not as much work as one with as many rows. So `DraftingOverhead` compares steps while the engine
-runs.
+It is measured when an engine starts. With all that an engine does around a forward, steps with drafts and without take
+longer, and not equally so; and many requests are not as much work as one with as many rows. So `DraftingOverhead`
+compares steps while the engine runs.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -28,8 +27,10 @@ PAST = 64
 """Tokens in the cache before the measured ones."""
 LONG_PAST = 384
 """The same for the measurement of what attention adds."""
-ROUNDS, SECONDS = 15, 0.5
-"""Everything is measured in turn, so many times, but only twice once so many seconds have passed."""
+FEW_ROWS, RARELY = 8, 4
+"""Forwards of more rows than `FEW_ROWS` are measured in every `RARELY`-th turn."""
+ROUNDS, SECONDS = 60, 0.5
+"""Everything is measured in turn, at most so many times and, once it has been twice, for so many seconds."""
 
 COMPARED_STEPS = 6
 """After a switch between drafting and not drafting, the steps up to this one are compared with the steps before the
@@ -42,10 +43,12 @@ NEWEST_WEIGHT = 0.05
 """What the latest comparison weighs in a `DraftingOverhead`."""
 LARGEST_CHANGE = 2.0
 """A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
-LEAST_RATIO = 0.1
-"""A `DraftingOverhead` is at least this: drafts are never free."""
-
-Numbers = TypeVar("Numbers", int, float, np.ndarray)
+PRIOR_COMPARISONS = 4
+"""How many comparisons the measured costs weigh as much as."""
+NOISE = 0.15
+"""Relative error of a step's time."""
+LEAST_SHARE = 0.1
+"""Drafts add at least this share of what they should: they are never free."""
 
 
 @dataclass
@@ -64,21 +67,28 @@ class StepCosts:
     """Each further request, per token; requests are drafted together."""
 
     @cached_property
-    def measured(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """`forward` as arrays, and seconds per row beyond its last two."""
-        rows, seconds = np.array(list(self.forward)), np.array(list(self.forward.values()))
-        return rows, seconds, (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+    def _by_rows(self) -> list[float]:
+        """One forward by every number of rows up to the largest measured: between those, on a straight line."""
+        rows, seconds = list(self.forward), list(self.forward.values())
+        return np.interp(range(rows[-1] + 1), rows, seconds).tolist()
 
-    def target(self, num_rows: Numbers, num_context: int) -> Numbers:
-        """One forward of `num_rows` rows over requests with `num_context` tokens in all; between the measured numbers
-        of rows and beyond them on a straight line."""
-        if isinstance(num_rows, int) and (known := self.forward.get(num_rows)) is not None:
-            return known + self.context_token * num_context
-        rows, seconds, slope = self.measured
-        beyond = np.maximum(0, num_rows - rows[-1]) * slope
-        return np.interp(num_rows, rows, seconds) + beyond + self.context_token * num_context
+    @cached_property
+    def _further_row(self) -> float:
+        """What each row beyond the largest measured number adds."""
+        (before, shorter), (last, longer) = list(self.forward.items())[-2:]
+        return (longer - shorter) / (last - before)
 
-    def draft(self, num_requests: Numbers, num_drafts: Numbers) -> Numbers:
+    def target(self, num_rows: float, num_context: int) -> float:
+        """One forward of `num_rows` rows, on average, over requests with `num_context` tokens in all."""
+        whole, last = int(num_rows), len(self._by_rows) - 1
+        if whole < last:
+            found = self._by_rows[whole]
+            found += (num_rows - whole) * (self._by_rows[whole + 1] - found)
+        else:
+            found = self._by_rows[last] + (num_rows - last) * self._further_row
+        return found + self.context_token * num_context
+
+    def draft(self, num_requests: int, num_drafts: float) -> float:
         """Drafting up to `num_drafts` tokens, at least one, for each of `num_requests` requests."""
         one = self.first_draft + self.next_draft * (num_drafts - 1)
         return one + self.next_request * (num_requests - 1) * num_drafts
@@ -91,11 +101,10 @@ class DraftingOverhead:
     Other programs and the processor's clock change from second to second how long every step takes. So steps with
     drafts are compared with the steps without drafts just before or behind them:
 
-        added   =  time with drafts / time without - 1         each in multiples of what it should take without drafts
-        ratio   =  mean of added / mean of what should be added
+        added  =  time with drafts / time without - 1          each in multiples of what it should take without drafts
 
-    Dividing means, not taking the mean of quotients, lets a step with many drafts say more than one with a single
-    draft, of which noise is the larger part.
+    What drafts will add lies on a line through the means of what they added and of what they should have added. Its
+    slope is the quotient of these means, but close to 1 where both are no more than noise.
     """
 
     num_comparisons: int = 0
@@ -110,10 +119,10 @@ class DraftingOverhead:
     _before: tuple[float, float] | None = None
     """`_recent` of the other kind when it changed."""
 
-    @property
-    def ratio(self) -> float:
-        """1 before anything was compared."""
-        return max(self._added / self._expected, LEAST_RATIO) if self._expected else 1.0
+    def added(self, expected: float) -> float:
+        """What drafts add to a step that, by the measured costs, should add `expected` of it."""
+        slope = (self._added + NOISE) / (self._expected + NOISE)
+        return max(self._added + slope * (expected - self._expected), LEAST_SHARE * expected)
 
     @property
     def compares(self) -> bool:
@@ -123,6 +132,10 @@ class DraftingOverhead:
     def resume(self) -> None:
         """Begin the means anew, after steps that were not counted."""
         self._before, self._num_steps = None, SETTLING_STEPS
+
+    def forget_half(self) -> None:
+        """Let the next comparisons weigh more than those so far."""
+        self.num_comparisons //= 2
 
     def add(self, has_drafts: bool, seconds: float, plain: float, extra: float = 0.0) -> None:
         """Count a step. `plain`: seconds that it should take without drafts; `extra`: what its drafts should add."""
@@ -136,19 +149,19 @@ class DraftingOverhead:
         weight = max(RECENT_WEIGHT, 1 / (self._num_steps - SETTLING_STEPS))
         usual = self._recent[0] if weight < 1 else step[0]
         counted = _within(step[0], usual), step[1]
-        time, expected = (old + weight * (new - old) for old, new in zip(self._recent, counted, strict=True))
-        self._recent = time, expected
+        time, expected = self._recent
+        self._recent = time + weight * (counted[0] - time), expected + weight * (counted[1] - expected)
         if self._before is not None and self._num_steps <= COMPARED_STEPS:
             drafted, plainly = (step, self._before) if has_drafts else (self._before, step)
             self._compare(drafted[0] / plainly[0], drafted[1])
 
     def _compare(self, found: float, expected: float) -> None:
         """Count a comparison: a step with drafts took `found` times one without, and drafts should add `expected`."""
-        found = _within(found, 1 + self.ratio * expected)
-        if not self.num_comparisons:
-            self._added = self._expected = expected  # weighs as much as this comparison
+        found = _within(found, 1 + self.added(expected))
+        if not self._expected:
+            self._added = self._expected = expected  # what is believed before
         self.num_comparisons += 1
-        weight = max(NEWEST_WEIGHT, 1 / (self.num_comparisons + 1))
+        weight = max(NEWEST_WEIGHT, 1 / (self.num_comparisons + PRIOR_COMPARISONS))
         self._added += weight * (found - 1 - self._added)
         self._expected += weight * (expected - self._expected)
 
@@ -183,7 +196,7 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
     runs["long"] = partial(_forward, target, long, long_past, 1)
     for name, count, k in (("draft", 1, 1), ("drafts", 1, num_drafts), ("requests", len(requests), num_drafts)):
         runs[name] = partial(drafter.propose_for_timing, requests[:count], [k] * count)
-    took = _time_in_turn(runs, before=runs[1])
+    took = _time_in_turn(runs, plain=runs[1])
     for request in requests:
         drafter.request_dropped(request)
     target.cache.free(range(num_blocks))
@@ -217,23 +230,31 @@ def _request(runner: ModelRunner, block_table: list[int], num_tokens: int) -> Re
 
 
 def _time_in_turn(
-    runs: Mapping[str | int, Callable[[], object]], before: Callable[[], object]
+    runs: Mapping[str | int, Callable[[], object]], plain: Callable[[], object]
 ) -> dict[str | int, float]:
-    """The shortest time of each run, in seconds: other programs only ever make a run longer. `before` is called before
-    each of them, because in a step, too, the target has run last, and its weights are what the caches hold."""
+    """Seconds of each run: its usual multiple of the run of `plain` just before, times the usual time of that.
+
+    Other programs and the processor's clock change how long everything takes, so only neighbours are compared. And in
+    a step, too, the target has run last, and its weights are what the caches hold. Runs of many rows take long and are
+    rarely needed, so they are measured in every `RARELY`-th turn only."""
     for run in runs.values():
         run()  # compiles, and fills caches
-    best = dict.fromkeys(runs, float("inf"))
+    often = {key: run for key, run in runs.items() if not isinstance(key, int) or key <= FEW_ROWS}
+    multiples: dict[str | int, list[float]] = {key: [] for key in runs}
+    plainly: list[float] = []
     began = time.perf_counter()
     for turn in range(ROUNDS):
-        if turn >= 2 and time.perf_counter() - began > SECONDS:
+        if turn > RARELY and time.perf_counter() - began > SECONDS:
             break
-        for key, run in runs.items():
-            before()
+        for key, run in (often if turn % RARELY else runs).items():
             start = time.perf_counter()
+            plain()
+            middle = time.perf_counter()
             run()
-            best[key] = min(best[key], time.perf_counter() - start)
-    return best
+            plainly.append(middle - start)
+            multiples[key].append((time.perf_counter() - middle) / (middle - start))
+    usual = statistics.median(plainly)
+    return {key: usual * statistics.median(found) for key, found in multiples.items()}
 
 
 def never_slower_with_fewer_rows(seconds: Mapping[int, float]) -> dict[int, float]:

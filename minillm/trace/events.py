@@ -173,7 +173,8 @@ class DraftsPlanned(Event):
     num_drafts: list[Size]
     """Per request."""
     survival: list[list[Measure]]
-    """Per request, by position: the estimated probability that this draft and all before it are accepted."""
+    """Per request, by position: the estimated probability that this draft is made and it and all before it are
+    accepted."""
     speedups: list[Measure]
     """`speedups[m]`: predicted tokens per second with the m most promising drafts of all requests, as a multiple of
     plain decoding."""

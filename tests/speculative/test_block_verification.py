@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.errors import DraftError
+from minillm.sampling import Draw, uniform
 from minillm.speculative import block_verification
 from minillm.speculative.block_verification import acceptance, block_verify, kept_weights
 from minillm.speculative.rejection_sampler import acceptance_probability, rejection_sample
@@ -126,14 +127,38 @@ def one_round(seed: int, verify: Callable[..., list], target: dict, draft: dict)
     return verdict.token_ids
 
 
-def test_first_tokens_of_many_rounds_are_the_targets() -> None:
-    """A χ² test over the first token of 6,000 rounds; with fixed seeds it either fails or does not. A wrong residual
-    (the target's row itself) fails it."""
-    target, draft = random_model(1, 3.0), random_model(101, 3.0)
+def first_tokens(model: int) -> float:
+    """p of a χ² test over the first token of 6,000 rounds, each with a seed of its own. In place of a rejected first
+    draft, one token can come of model 1, two of model 15."""
+    target, draft = random_model(model), random_model(100 + model)
     counts = torch.zeros(VOCAB)
     for seed in range(6000):
         counts[one_round(seed, block_verify, target, draft)[0]] += 1
-    assert p_value(counts, target[()]) > 1e-3
+    return p_value(counts, target[()])
+
+
+@pytest.mark.parametrize("model", [1, 15])
+def test_first_tokens_of_many_rounds_are_the_targets(model: int) -> None:
+    """Seeds are fixed; over random ones a correct rule fails once in 1,000 runs. A wrong residual (the target's row
+    itself) fails it."""
+    assert first_tokens(model) > 1e-3
+
+
+WRONG_UNIFORMS: dict[str, Callable[..., float]] = {
+    "one for all drafts": lambda seed, index, purpose, at=0: uniform(
+        seed, index, purpose, 1 if purpose is Draw.ACCEPT else at
+    ),
+    "one to reject and to recover": lambda seed, index, purpose, at=0: uniform(
+        seed, index, *((Draw.ACCEPT, at + 1) if purpose is Draw.RECOVER else (purpose, at))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_UNIFORMS)
+def test_chi_square_sees_wrong_uniforms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same test as above, which numbers that are not independent must fail."""
+    monkeypatch.setattr(block_verification, "uniform", WRONG_UNIFORMS[name])
+    assert min(first_tokens(1), first_tokens(15)) < 1e-6
 
 
 def test_more_tokens_a_round_than_the_standard_rule() -> None:

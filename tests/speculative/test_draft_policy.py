@@ -14,13 +14,11 @@ from minillm import LLM, SamplingParams
 from minillm.request import Request
 from minillm.speculative.draft_policy import (
     FIRST_PAUSE,
-    FIRST_PLAIN,
     IDLE_PLAN_STEPS,
     MIN_GAIN,
-    PLAIN_EVERY,
-    PLAIN_STEPS,
     PLAN_STEPS,
     TRIES_SHARE,
+    TRY_STEPS,
     AdaptiveDrafts,
     DraftPlan,
     FixedDrafts,
@@ -55,7 +53,7 @@ def judged(policy: AdaptiveDrafts, request: Request, rate: float, rounds: int = 
         accepted = 0
         while accepted < policy.max_drafts and rng.random() < rate:
             accepted += 1
-        policy.judged(request, policy.max_drafts, accepted)
+        policy.judged(request, policy.max_drafts, policy.max_drafts, accepted)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -160,8 +158,8 @@ def gaps_between_tries(finds_drafts: bool) -> list[int]:
         if count:
             tried.append(step)
             if finds_drafts:
-                policy.judged(request, count, 0)
-    assert tried[:PLAN_STEPS] == list(range(FIRST_PAUSE, FIRST_PAUSE + PLAN_STEPS))
+                policy.judged(request, count, count, 0)
+    assert tried[:TRY_STEPS] == list(range(FIRST_PAUSE, FIRST_PAUSE + TRY_STEPS))
     return [after - before for before, after in pairwise(tried) if after - before > 1]
 
 
@@ -173,7 +171,7 @@ def test_every_second_try_draws_all_drafts() -> None:
     for _ in range(40 * FIRST_PAUSE):
         counts += policy.plan([request], 1).num_drafts
         if counts[-1]:
-            policy.judged(request, counts[-1], 0)
+            policy.judged(request, counts[-1], counts[-1], 0)
     tries = [count for count, _ in groupby(counts) if count]
     assert tries == [4, 1, 4, 1, 4]
 
@@ -188,10 +186,10 @@ def test_tries_cost_no_more_than_their_share(batch: int) -> None:
     for _ in range(steps):
         counts = policy.plan(requests, batch).num_drafts
         if count := max(counts):
-            policy.judged(requests[counts.index(count)], count, 0)
+            policy.judged(requests[counts.index(count)], count, count, 0)
             drafted += 1
             extra += costs.draft(1, count) + costs.target(batch + count, 0) - costs.target(batch, 0)
-    assert drafted >= 2 * PLAN_STEPS
+    assert drafted >= 2 * TRY_STEPS
     assert extra <= 1.1 * TRIES_SHARE * steps * costs.target(batch, 0)
 
 
@@ -205,9 +203,9 @@ def test_drafts_that_pay_only_if_nearly_all_are_accepted_are_found(rate: float) 
     for _ in range(400):
         [count] = policy.plan([request], 1).num_drafts
         if count:
-            policy.judged(request, count, next((i for i in range(count) if rng.random() >= rate), count))
+            policy.judged(request, count, count, next((i for i in range(count) if rng.random() >= rate), count))
         counts.append(count)
-    assert counts[:PLAN_STEPS] == [4] * PLAN_STEPS  # the first try
+    assert counts[:TRY_STEPS] == [4] * TRY_STEPS  # the first try
     assert (counts.count(4) > 300) is (rate == 1.0)
 
 
@@ -217,7 +215,7 @@ def test_text_that_becomes_predictable_is_noticed() -> None:
     drafted = 0
     for _ in range(8 * FIRST_PAUSE):
         if count := policy.plan([request], 1).num_drafts[0]:
-            policy.judged(request, count, count)
+            policy.judged(request, count, count, count)
             drafted += 1
     assert drafted > 4 * FIRST_PAUSE
 
@@ -226,7 +224,7 @@ def test_an_engine_that_runs_for_days_without_drafts_keeps_its_estimates() -> No
     """Each try forgets half; a position that no try reaches would fade to 0 / 0 after a thousand of them."""
     policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
     for _ in range(3000):
-        policy.judged(request, 1, 0)
+        policy.judged(request, 1, 1, 0)
         policy._forget_half(request)
     assert all(0 <= chance < 0.7 for chance in policy.survival(request))
     assert policy.plan([request], 1).num_drafts == [0]
@@ -245,7 +243,7 @@ def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
     for costs, expected in ((FREE_ROWS, 6), (EACH_ROW, 0)):
         policy, request = AdaptiveDrafts(6, costs, drafts_trees=True), a_request()
         for _ in range(50):
-            policy.judged(request, 6, 2)
+            policy.judged(request, 6, 6, 2)
         assert policy.plan([request], 1).num_drafts == [expected]
         assert policy.survival(request)[0] == pytest.approx(2 / 6, abs=0.05)
 
@@ -277,12 +275,12 @@ def test_drafts_stop_where_they_add_more_than_was_measured(plain: float, extra: 
     policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 10.0}, 0.0, 0.1, 0.1)), a_request()
     judged(policy, request, 0.6)
     ran(policy, request, plain, extra)
-    policy._steps_left = policy._drafted_steps = 0
+    policy._steps_left = 0
     plan = policy.plan([request], 1)
     assert bool(plan.num_drafts[0]) is pays
     tokens = [1 + sum(plan.survival[0][:n]) for n in range(5)]
     added = [extra * (n * 0.1 + policy.costs.target(1 + n, 0) - 1.0) for n in range(5)]
-    assert plan.speedups == pytest.approx([t / (1 + a) for t, a in zip(tokens, added, strict=True)], rel=1e-3)
+    assert plan.speedups == pytest.approx([t / (1 + a) for t, a in zip(tokens, added, strict=True)], rel=0.1)
 
 
 def test_what_drafts_add_is_right_for_any_number_of_them() -> None:
@@ -298,7 +296,7 @@ def test_what_drafts_add_is_right_for_any_number_of_them() -> None:
             policy.step_finished({request: count}, 1 + count, 100, 1.0 + count)
     request.token_ids = [1] * 100
     for count in range(1, 5):
-        assert policy._step_ratio(1, count, [request], 1) == pytest.approx(1 + count, rel=0.02)
+        assert policy._step_ratio(1, count, [request], 1) == pytest.approx(1 + count, rel=0.05)
 
 
 def test_steps_are_compared_with_those_just_before() -> None:
@@ -311,7 +309,7 @@ def test_steps_are_compared_with_those_just_before() -> None:
         for _ in range(COMPARED_STEPS):
             overhead.add(False, machine, 1.0)
     assert machine > 100
-    assert overhead.ratio == pytest.approx(2.0, rel=0.1)
+    assert overhead.added(0.1) == pytest.approx(0.2, rel=0.1)
 
 
 def test_the_first_steps_behind_a_change_count_for_nothing() -> None:
@@ -322,7 +320,7 @@ def test_the_first_steps_behind_a_change_count_for_nothing() -> None:
             overhead.add(has_drafts, 9.0 if has_drafts else 5.0, 1.0, extra)
         for _ in range(8):
             overhead.add(has_drafts, 1.0 + extra, 1.0, extra)
-    assert overhead.ratio == pytest.approx(1.0) and overhead.num_comparisons > 100
+    assert overhead.added(0.5) == pytest.approx(0.5) and overhead.num_comparisons > 100
 
 
 def test_one_step_that_was_interrupted_changes_little() -> None:
@@ -333,10 +331,10 @@ def test_one_step_that_was_interrupted_changes_little() -> None:
             overhead.add(has_drafts, 1.0 + extra, 1.0, extra)
     for slowdown in (1.0, 1.0, 1.0, 1e6, 1.0, 1.0):
         overhead.add(False, slowdown, 1.0)
-    assert 0.8 < overhead.ratio < 1.1
+    assert 0.4 < overhead.added(0.5) < 0.55
     for _ in range(COMPARED_STEPS):  # compared with the steps among which one was interrupted
         overhead.add(True, 1.5, 1.0, 0.5)
-    assert 0.8 < overhead.ratio < 1.1
+    assert 0.4 < overhead.added(0.5) < 0.55
 
 
 def test_drafts_that_should_cost_nothing_say_nothing_about_a_ratio() -> None:
@@ -344,7 +342,7 @@ def test_drafts_that_should_cost_nothing_say_nothing_about_a_ratio() -> None:
     for has_drafts in (False, True) * 20:
         for _ in range(COMPARED_STEPS):
             overhead.add(has_drafts, 1.0, 1.0)
-    assert overhead.ratio == 1.0
+    assert overhead.added(0.3) == pytest.approx(0.3)
 
 
 class SeenSteps(FixedDrafts):
@@ -376,24 +374,6 @@ def test_only_steps_that_say_something_are_told(tiny: TinyPair, num_drafts: int)
     assert told[: len(expected[num_drafts])] == expected[num_drafts]
     last_has_room_for_none = num_drafts > 0 and steps[-1].kind == "decode"
     assert len(told) - len(expected[num_drafts]) <= last_has_room_for_none
-
-
-def test_now_and_then_a_step_goes_without_drafts() -> None:
-    """Otherwise what steps without them take would be known from long ago only."""
-    policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
-    judged(policy, request, 0.9)
-    counts = []
-    for _ in range(4 * PLAIN_EVERY):
-        counts += policy.plan([request], 1).num_drafts
-        policy.step_finished({request: counts[-1]} if counts[-1] else {}, 1 + counts[-1], 3, 1.0)
-    runs = [(count > 0, len(list(run))) for count, run in groupby(counts)]
-    drafted = [length for has_drafts, length in runs if has_drafts]
-    assert drafted[:5] == [FIRST_PLAIN, 16, 32, 64, PLAIN_EVERY]
-    assert {length for has_drafts, length in runs if not has_drafts} == {PLAIN_STEPS}
-    seeded = a_request("seeded", temperature=1.0, seed=3)
-    for _ in range(2 * PLAIN_EVERY):
-        assert policy.plan([seeded], 1).num_drafts == [4]
-        policy.step_finished({seeded: 4}, 5, 3, 1.0)
 
 
 def test_a_decision_against_drafts_holds_until_the_next_try_but_not_for_ever() -> None:
@@ -477,7 +457,7 @@ def test_after_steps_that_were_not_counted_a_mean_begins_anew() -> None:
         overhead.add(False, 3.0, 1.0)  # the machine has become slower
     for _ in range(COMPARED_STEPS):
         overhead.add(True, 6.0, 1.0, 1.0)
-    assert overhead.ratio == pytest.approx(1.0)
+    assert overhead.added(0.7) == pytest.approx(0.7)
 
 
 def test_a_step_is_shown_to_the_drafter_if_the_next_may_draft() -> None:
@@ -539,7 +519,7 @@ class AsTheTextSays(FixedDrafts):
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         return DraftPlan([(r.token_ids[-1] + self.accepted.get(r, 0)) % 4 for r in requests])
 
-    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         self.accepted[request] = self.accepted.get(request, 0) + num_accepted
 
 
@@ -552,3 +532,50 @@ def test_sampled_text_follows_the_target_however_the_number_of_drafts_depends_on
     if method == "suffix":
         config = {"method": "suffix", "num_speculative_tokens": 3, "fallback": config}
     assert p_of_triples(tiny, expected_triples(tiny), config, AsTheTextSays(3)) > 1e-6
+
+
+def looked_up(policy: AdaptiveDrafts, request: Request, rounds: int = 200) -> None:
+    """Rounds as of a lookup: three of four find one doubtful draft, the fourth as many as asked for, all accepted."""
+    for i in range(rounds):
+        [count] = policy.plan([request], 1).num_drafts
+        if count:
+            made = count if i % 4 == 0 else 1
+            policy.judged(request, count, made, made if i % 4 == 0 else 0)
+
+
+def test_drafts_that_are_seldom_made_cost_little() -> None:
+    """A lookup makes several drafts only where it expects them to be accepted: then a limit of one loses these."""
+    policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1.0 + 63 * 0.12})), a_request()
+    looked_up(policy, request)
+    assert policy.survival(request) == pytest.approx([0.25] * 4, abs=0.07)
+    policy._steps_left = 0
+    plan = policy.plan([request], 1)
+    assert plan.num_drafts == [4]
+    assert plan.speedups[4] == pytest.approx(2 / (1 + 0.12 * 1.75), abs=0.15)
+
+
+def test_a_position_that_was_not_asked_for_is_believed_to_be_like_the_one_before() -> None:
+    policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
+    for _ in range(40):
+        policy.judged(request, 4, 4, 1)
+    before = policy.survival(request)
+    assert before[1] < 0.2
+    for _ in range(200):
+        policy.judged(request, 1, 1, 1)
+    first, second, *_ = policy.survival(request)
+    assert first > 0.95 and second > 0.6
+
+
+def test_estimates_survive_any_number_of_rounds() -> None:
+    """The weight of a round grows, and is scaled down before it overflows."""
+    policy, request = AdaptiveDrafts(2, FREE_ROWS), a_request()
+    judged(policy, request, 0.5, rounds=300)
+    for _ in range(30_000):
+        policy.judged(request, 2, 2, 2)
+    assert policy.survival(request) == pytest.approx([1.0, 1.0], abs=0.01)
+    for _ in range(300):
+        policy.judged(request, 2, 2, 0)
+    assert policy.survival(request)[0] < 0.02
+    for _ in range(3000):  # tries in which nothing was found to draft
+        policy._forget_half(request)
+    assert policy.survival(request)[0] == pytest.approx(0.7)

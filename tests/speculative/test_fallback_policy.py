@@ -44,7 +44,7 @@ def both(*lengths: int, max_second: int = 3) -> tuple[FallbackDrafter, FallbackD
 def test_a_method_that_does_not_pay_leaves_the_other_alone() -> None:
     drafter, policy = both(4)
     request = a_request()
-    policy.second.judged(request, 3, 0)
+    policy.second.judged(request, 3, 3, 0)
     plan = policy.plan([request], 1)
     assert plan.num_drafts == [4] and drafter.limits[request] == (4, 0)
     assert max(plan.speedups) > 1 and len(plan.survival[0]) == 4  # those of the method that pays
@@ -59,7 +59,7 @@ def test_a_plan_against_drafts_holds_as_long_as_those_of_both_methods() -> None:
     request = a_request()
     for method in (policy.first, policy.second):
         for _ in range(40):
-            method.judged(request, 3, 0)
+            method.judged(request, 3, 3, 0)
     plan, alone = policy.plan([request], 1), policy.second.plan([request], 1)
     assert plan.num_drafts == [0] and 1 < plan.num_steps == alone.num_steps + 1
     policy.plan_held(5)
@@ -71,11 +71,14 @@ def test_a_verdict_counts_for_the_method_that_proposed() -> None:
     drafter, policy = both(2, 0)
     one, other = a_request("one"), a_request("other")
     before = [p.survival(one)[0] for p in (policy.first, policy.second)]
+    drafter.limits.update({one: (4, 3), other: (4, 3)})
     drafter.propose([one, other], [4, 4])
-    policy.judged(one, 2, 2)
+    policy.judged(one, 4, 2, 2)
+    assert policy.first._made(one)[3] < policy.first._made(one)[1] == 1.0
     assert policy.first.survival(one)[0] > before[0] and policy.second.survival(one)[0] == before[1]
-    policy.judged(other, 2, 0)
+    policy.judged(other, 4, 2, 0)
     assert policy.second.survival(other)[0] < before[1]
+    assert policy.second._made(other)[1] == 1.0 > policy.second._made(other)[2]  # of at most three
 
 
 def test_the_one_that_is_silenced_is_not_asked_for_the_requests_of_the_other() -> None:
@@ -97,15 +100,18 @@ def test_a_step_is_told_to_the_method_that_drafted_and_without_drafts_to_both() 
     for i, each in enumerate((policy.first, policy.second)):
         each._overhead.add = lambda *step, i=i: told.append((i, *step))
     dear = DEAR.draft(1, 2)
-    assert policy.drafting_seconds({one: 1, other: 2}) == dear and CHEAP.draft(1, 1) == 0
-    rows = {n: CHEAP.target(n, 0) for n in (3, 4, 5)}
+    rows = {n: CHEAP.target(n, 0) for n in (2, 3, 4, 5)}
+    assert policy.added_seconds({one: 1, other: 2}, 5, 0) == pytest.approx(dear + rows[5] - rows[2])
     for drafts, expected in (
         ({}, [(0, False, 9.0, rows[5], 0.0), (1, False, 9.0, rows[5], 0.0)]),
         ({one: 2}, [(0, True, 9.0, rows[3], rows[5] - rows[3])]),
         ({other: 2}, [(1, True, 9.0, rows[3], dear + rows[5] - rows[3])]),
         (
             {one: 1, other: 2},
-            [(0, True, 9.0 - dear, rows[4], rows[5] - rows[4]), (1, True, 9.0, rows[3], dear + rows[5] - rows[3])],
+            [
+                (0, True, 9.0 - dear - (rows[5] - rows[3]), rows[2], rows[3] - rows[2]),
+                (1, True, 9.0 - (rows[5] - rows[4]), rows[2], dear + rows[4] - rows[2]),
+            ],
         ),
     ):
         policy.step_finished(drafts, 5, 0, 9.0)
@@ -127,7 +133,9 @@ def test_a_method_that_goes_without_drafts_learns_from_steps_with_those_of_the_o
     told: list[tuple[bool, float, float, float]] = []
     policy.first._overhead.add = lambda *step: told.append(step)
     policy.step_finished(dict.fromkeys(requests, 2), 6, 0, 9.0)
-    assert told == ([] if planned else [(False, 9.0 - DEAR.draft(2, 2), CHEAP.target(6, 0), 0.0)])
+    beside = policy.second.added_seconds(dict.fromkeys(requests, 2), 6, 0)
+    assert beside > DEAR.draft(2, 2)
+    assert told == ([] if planned else [(False, 9.0 - beside, CHEAP.target(2, 0), 0.0)])
 
 
 class Wrong(Drafter):

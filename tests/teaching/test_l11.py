@@ -101,7 +101,7 @@ def test_the_exercise_decides_as_the_engine_does():
     requests = [Request(str(i), "", [1], 1, SamplingParams(temperature=0), 9, seed=0) for i in range(4)]
     for _ in range(30):
         for i, request in enumerate(requests):
-            policy.judged(request, 5, sum(rng.random() < 0.9 - 0.2 * i for _ in range(1)) * rng.randint(1, 5))
+            policy.judged(request, 5, 5, sum(rng.random() < 0.9 - 0.2 * i for _ in range(1)) * rng.randint(1, 5))
     plan = policy.plan(requests, 4)
     seconds = [policy.costs.target(4 + m, 0) for m in range(21)]
     assert choose_drafts(plan.survival, seconds) == plan.num_drafts and any(plan.num_drafts)

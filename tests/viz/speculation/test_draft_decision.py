@@ -20,7 +20,7 @@ def decided(row: float, rates: tuple[int, ...] = (4, 0), most: int = 4) -> Draft
     requests = [Request(str(i), "", [1, 2], 2, SamplingParams(temperature=0), 9, seed=0) for i in range(len(rates))]
     for _ in range(40):
         for request, accepted in zip(requests, rates, strict=True):
-            policy.judged(request, most, accepted)
+            policy.judged(request, most, most, accepted)
     plan = policy.plan(requests, len(requests))
     return DraftsPlanned([r.request_id for r in requests], plan.num_drafts, plan.survival, plan.speedups)
 
