@@ -28,12 +28,15 @@ nothing. Acceptance changes slowly, and deciding takes time."""
 BEFORE_DECISION = COMPARED_STEPS + SETTLING_STEPS
 """For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it, so
 that a try is compared with the steps just before."""
-FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
-"""Least and most steps without any drafts before one request tries again. Every other try drafts the full length,
-because one draft says nothing about later positions. Each try in which something was drafted doubles the pause before
-the next; a decision to draft resets it. If no draft was judged yet, the first try is at once."""
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512
+"""Steps without any drafts before one request tries again: 32 at first. Each try in which something was drafted doubles
+the pause before the next, up to 512; a decision to draft resets it. Texts change, so even a method that never paid is
+tried again. Every other try drafts the full length, because one draft says nothing about later positions. If no draft
+was judged yet, the first try is at once."""
 TRIES_SHARE = 0.02
-"""What a try may cost, as a share of the time that then passes before the next."""
+"""What a try may cost, as a share of the time until the next. Where it costs more, pauses are longer."""
+MANY_ROUNDS = 8
+"""So many rounds and fewer are not forgotten before a try."""
 LARGEST_WEIGHT = 1e100
 """Of a round, before all are scaled down."""
 FIRST_RATE = 0.7
@@ -154,8 +157,10 @@ class Acceptance:
         self.accepted[0] += weight * share
 
     def forget_half(self) -> None:
-        """Let the rounds so far count half as much."""
-        self._scale(0.5)
+        """Let the rounds so far count half as much, if there are many: a drafter that finds nothing adds none, and what
+        is known of it must not fade."""
+        if self.reached[0] > MANY_ROUNDS * self._weight:
+            self._scale(0.5)
 
     def rates(self, usual: Sequence[float] | float) -> list[float]:
         """By position: the share of rounds with an accepted draft there, of those with all before it accepted. `usual`:
@@ -303,7 +308,7 @@ class AdaptiveDrafts:
         self._forget_half(request)
         count = self.max_drafts if self.drafts_trees or self._num_tries % 2 else 1
         extra = TRY_STEPS * (self._step_ratio(1, count, requests, num_rows) - 1)
-        self._pause = min(max(2 * self._pause, FIRST_PAUSE, round(extra / TRIES_SHARE)), LONGEST_PAUSE)
+        self._pause = max(min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE), round(extra / TRIES_SHARE))
         self._tried = []
         return count
 

@@ -258,9 +258,14 @@ def _time_in_turn(
 
 
 def never_slower_with_fewer_rows(seconds: Mapping[int, float]) -> dict[int, float]:
-    """The same without noise that shows: a forward takes at most as long as one with more rows."""
-    shortest, found = float("inf"), {}
-    for rows in sorted(seconds, reverse=True):
-        shortest = min(shortest, seconds[rows])
-        found[rows] = shortest
-    return dict(reversed(found.items()))
+    """The same without noise that shows: a forward takes at most as long as one with more rows. Neighbours that are in
+    the wrong order get their mean (isotonic regression by pooling adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for rows in sorted(seconds):
+        total, count = seconds[rows], 1
+        while pools and pools[-1][0] * count > total * pools[-1][1]:
+            before, more = pools.pop()
+            total, count = total + before, count + more
+        pools.append((total, count))
+    means = [total / count for total, count in pools for _ in range(count)]
+    return dict(zip(sorted(seconds), means, strict=True))

@@ -190,7 +190,8 @@ def test_tries_cost_no_more_than_their_share(batch: int) -> None:
             drafted += 1
             extra += costs.draft(1, count) + costs.target(batch + count, 0) - costs.target(batch, 0)
     assert drafted >= 2 * TRY_STEPS
-    assert extra <= 1.1 * TRIES_SHARE * steps * costs.target(batch, 0)
+    one = TRY_STEPS * (costs.draft(1, 4) + costs.target(batch + 4, 0) - costs.target(batch, 0))
+    assert extra <= 1.1 * TRIES_SHARE * steps * costs.target(batch, 0) + one  # its pause goes on after the last step
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])
@@ -255,7 +256,9 @@ def test_costs_lie_on_lines_between_and_beyond_the_measured_rows() -> None:
 
 
 def test_a_measurement_that_was_disturbed_is_corrected() -> None:
-    assert never_slower_with_fewer_rows({1: 9.0, 2: 2.0, 4: 3.0}) == {1: 2.0, 2: 2.0, 4: 3.0}
+    assert never_slower_with_fewer_rows({1: 1.0, 2: 2.2, 3: 2.0, 4: 3.0}) == pytest.approx({1: 1, 2: 2.1, 3: 2.1, 4: 3})
+    assert never_slower_with_fewer_rows({1: 3.0, 2: 1.0, 4: 2.0, 8: 5.0}) == {1: 2.0, 2: 2.0, 4: 2.0, 8: 5.0}
+    assert never_slower_with_fewer_rows({1: 1.0, 4: 2.0}) == {1: 1.0, 4: 2.0}
 
 
 def ran(policy: AdaptiveDrafts, request: Request, plain: float, extra: float, turns: int = 100) -> None:
@@ -400,8 +403,9 @@ def test_a_policy_that_is_asked_only_where_its_plans_end_tries_at_the_same_steps
                 policy.plan_held(skipped)
             plan, skipped, num_asked = policy.plan([request], 1), 0, num_asked + 1
             held = plan.num_steps - 1 if heeds_num_steps else 0
-            policy.step_finished({request: 1} if any(plan.num_drafts) else {}, 1 + sum(plan.num_drafts), 3, 1.0)
-            if any(plan.num_drafts):
+            [count] = plan.num_drafts
+            policy.step_finished({request: count} if count else {}, 1 + count, 3, 1.0 + count)
+            if count:
                 drafted.append(step)
                 assert plan.num_steps == 1
         return drafted, num_asked
@@ -578,4 +582,4 @@ def test_estimates_survive_any_number_of_rounds() -> None:
     assert policy.survival(request)[0] < 0.02
     for _ in range(3000):  # tries in which nothing was found to draft
         policy._forget_half(request)
-    assert policy.survival(request)[0] == pytest.approx(0.7)
+    assert policy.survival(request)[0] < 0.3

@@ -8,10 +8,10 @@ import pytest
 
 from minillm.request import Request
 from minillm.sampling import SamplingParams
-from minillm.speculative.draft_policy import AdaptiveDrafts, FixedDrafts
+from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan, FixedDrafts
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts
-from minillm.speculative.plain_turns import FIRST_PLAIN, PLAIN_EVERY, PLAIN_STEPS, PlainTurns
+from minillm.speculative.plain_turns import FIRST_PLAIN, FIRST_REST, PLAIN_EVERY, PLAIN_STEPS, PlainTurns
 from minillm.speculative.step_costs import StepCosts
 from tests.speculative.test_fallback_policy import Some
 
@@ -69,3 +69,59 @@ def test_two_methods_that_lose_together_fall_silent(lengths: tuple[int, int]) ->
         policy.step_finished(drafts, 2 + sum(drafts.values()), 6, 1.0 + 1.2 * sum(drafts.values()))
         counts.append(sum(drafts.values()))
     assert counts[0] == 4 and counts[100:].count(0) > 240
+
+
+def steps(policy: PlainTurns, request: Request, accepted: int, seconds: float, num_steps: int) -> list[int]:
+    """The drafts of each step, if so many of four are accepted and a step with drafts takes `seconds`, others 1."""
+    counts, held, plan = [], 0, DraftPlan([0])
+    for _ in range(num_steps):
+        if held:
+            held -= 1
+            counts.append(0)
+            if not held:
+                policy.plan_held(plan.num_steps - 1)
+            continue
+        plan = policy.plan([request], 1)
+        [count] = plan.num_drafts
+        held = plan.num_steps - 1
+        if count:
+            policy.judged(request, count, count, accepted)
+        policy.step_finished({request: count} if count else {}, 1 + count, 3, seconds if count else 1.0)
+        counts.append(count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("accepted", "seconds", "gains"), [(2, 2.5, True), (2, 3.5, False), (0, 1.03, True), (0, 1.2, False)]
+)
+def test_drafting_rests_where_it_was_measured_to_lose(accepted: int, seconds: float, gains: bool) -> None:
+    """Whatever is predicted: here always four drafts."""
+    policy, request = PlainTurns(FixedDrafts(4)), a_request()
+    counts = steps(policy, request, accepted, seconds, 4000)
+    assert (sum(map(bool, counts)) > 3800) is gains
+    if not gains:
+        assert sum(map(bool, counts)) < 200 and not policy.may_draft_next([request])
+        rests = [len(list(run)) for count, run in groupby(counts) if not count]
+        assert rests[1:4] == [FIRST_REST + PLAIN_STEPS, 2 * FIRST_REST + PLAIN_STEPS, 4 * FIRST_REST + PLAIN_STEPS]
+
+
+def test_a_gain_that_comes_later_is_found() -> None:
+    policy, request = PlainTurns(FixedDrafts(4)), a_request()
+    before = steps(policy, request, 0, 1.5, 1000)
+    after = steps(policy, request, 3, 1.5, 3000)
+    assert sum(map(bool, before)) < 120 and sum(map(bool, after)) > 1500
+
+
+def test_steps_with_another_number_of_requests_are_not_compared() -> None:
+    policy, requests = PlainTurns(FixedDrafts(1)), [a_request(str(i)) for i in range(8)]
+    for turn in range(6):
+        some = requests[: 8 if turn % 2 else 4]
+        for _ in range(policy._plain_after):
+            assert any(policy.plan(some, len(some)).num_drafts)
+            for request in some:
+                policy.judged(request, 1, 1, 1)
+            policy.step_finished(dict.fromkeys(some, 1), 2 * len(some), 3, float(len(some)))
+        for _ in range(PLAIN_STEPS):  # all but one have ended
+            assert not any(policy.plan(some[:1], 1).num_drafts)
+            policy.step_finished({}, 1, 3, 1.0)
+    assert not policy._ratio.count
