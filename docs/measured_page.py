@@ -55,10 +55,12 @@ SECTIONS = (
     Section(
         "decode",
         "Decoding, batch 1",
-        "Greedy, the bundled model, held-out prompts. `int8` quantises the weights of the layers and of the "
-        "unembedding, `w8a8` also the inputs of the layers' linears, llama.cpp's Q8_0 all weights and inputs, and "
-        "`int4` only the layers' weights. `+ draft` is the draft model, quantised to w8a8, with four drafts per round; "
-        "`+ suffix` drafts up to eight tokens from earlier text and so needs repetitive text.",
+        "Greedy, the bundled model, held-out prompts, 128 new tokens each, prefill left out. `int8` quantises the "
+        "weights of the layers and of the unembedding (and rounds their inputs to 16 bits), `w8a8` also the inputs of "
+        "the layers' linears, llama.cpp's Q8_0 all weights and inputs, and `int4` only the layers' weights. `+ draft` "
+        "is the draft model, quantised to w8a8, with four drafts per round; `+ ngram` drafts the four tokens that "
+        "followed the last two to five tokens earlier in the text; `+ suffix` drafts up to eight tokens from earlier "
+        "text and so needs repetitive text.",
     ),
     Section(
         "decode_avx2",
@@ -140,7 +142,8 @@ SECTIONS = (
         "threads",
         "Threads",
         "Whole completions of one request with more threads than processors, on a machine as it is, beside busy "
-        "processes, and with a CPU quota.",
+        "processes, and with a CPU quota. Compare only lines of one condition: other work ran on the machine, and the "
+        "absolute numbers are far below those of the first table.",
     ),
 )
 
@@ -197,10 +200,10 @@ def kernels() -> str:
     return (
         f"""## Single ops
 
-Every op of the compiled step by itself, for one token at the shape of 0.4 billion parameters, on inputs that are not in
-the processor's cache unless that is said. Bytes are modelled: the least that the op can move. `minillm bench kernels`
-has the other shapes and numbers of tokens. The reference is the op written plainly in PyTorch, not the fastest way to
-write it there.
+Every op of the compiled step by itself, for one token at the shape of 0.4 billion parameters, with weights, keys and
+values that are not in the processor's cache, except where the table says so. Bytes are modelled: the least that the op
+can move. A copy also writes, so an op that only reads can exceed its bandwidth. `minillm bench kernels` has the other
+shapes and numbers of tokens. The reference is the op written plainly in PyTorch, not the fastest way to write it there.
 
 {_how("kernels", result)}
 

@@ -45,8 +45,22 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         f"{at['num_speculative_tokens']} drafts per round, greedy, {at['new_tokens']} new tokens, over plain decoding "
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
         "are means over the kinds of text, with the lowest and the highest in brackets. `adaptive`, the default, "
-        f"drafts as many tokens as it predicts to pay. Measured at revision `{result['revision']}`."
+        f"drafts as many tokens as it predicts to pay. Measured at revision `{result['revision']}`.{_left_out(rows)}"
     )
+
+
+def _left_out(rows: Sequence[Result]) -> str:
+    """Which kinds of text were not measured with all weights and batches."""
+    seen = {(at["slice"], at["weights"], at["batch"]) for row in rows for at in (row["config"],)}
+    slices, weights, batches = (sorted(set(column)) for column in zip(*seen, strict=True))
+    missing = [
+        f"{name} with {kind} weights and {batch} together"
+        for name in slices
+        for kind in weights
+        for batch in batches
+        if (name, kind, batch) not in seen
+    ]
+    return f" Not measured: {'; '.join(missing)}." if missing else ""
 
 
 def _which(rows: Sequence[Result]) -> str:

@@ -140,6 +140,11 @@ def recalled(technique: str, budget: float | None) -> float:
     return sum(float(one["tokens"]) for one in _zoo_row(technique, budget)["recall"])
 
 
+def recalled_from(technique: str, budget: float | None, place: int) -> float:
+    """The share of a definition's tokens that came back from one distance: 0 is the nearest, -1 the farthest."""
+    return float(sorted(_zoo_row(technique, budget)["recall"], key=lambda one: one["distance"])[place]["tokens"])
+
+
 def _zoo_row(technique: str, budget: float | None) -> dict[str, Any]:
     return next(row for row in load("zoo")["rows"] if (row["technique"], row["budget"]) == (technique, budget))
 

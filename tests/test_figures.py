@@ -98,6 +98,7 @@ def test_plain_decoding_that_was_measured_twice_tells_the_noise_and_is_no_method
     page = importlib.import_module("speculation_page")
     measured = copy.deepcopy(results.load("speculation"))
     line = next(row for row in measured["rows"] if row["system"] == "ngram")
+    measured["rows"] = [row for row in measured["rows"] if row["system"] != "plain, again"]
     measured["rows"] += [line | {"system": "plain, again", "ratio": ratio} for ratio in (0.5, 0.96, 0.98, 9.0)]
     real: Callable[[str], dict[str, Any]] = results.load
     monkeypatch.setattr(page, "load", lambda file: measured if file == "speculation" else real(file))
@@ -134,6 +135,18 @@ def test_a_verdict_on_an_idea_that_no_longer_holds_is_not_written(
     changed["rows"][0]["method"] = "another"
     with pytest.raises(ValueError, match="says nothing about another"):
         page.ablations(lambda file, result: "")
+
+
+def test_what_a_gpu_missed_is_named_in_words_and_large_figures_have_no_exponent(figures: ModuleType) -> None:
+    page = importlib.import_module("gpu_page")
+    assert all(metric["name"] in page.WORDS for run in (page.LATEST, page.FIRST) for metric in page._missed(run))
+    shown = [page._digits(value, 3) for value in (0.75, 12.34, 99.96, 999.9, 36176.2)]
+    assert shown == ["0.75", "12.3", "100", "1,000", "36,176"]
+
+
+def test_recall_is_told_apart_by_distance(techniques: ModuleType) -> None:
+    """A window of half of the tokens has what is near, and not what is far."""
+    assert techniques.recalled_from("window", 0.5, 0) > techniques.recalled_from("window", 0.5, -1)
 
 
 def test_a_result_of_other_weights_is_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +232,19 @@ def test_the_readme_does_not_praise_a_gpu_run_that_did_not_end(
     monkeypatch.setattr(page, "_stage", lambda name: found[name] if name in found else real(name))
     with pytest.raises(ValueError, match="all kernels are correct"):
         page.gpu_words()
+
+
+def test_kinds_of_text_that_were_left_out_are_named(
+    results: ModuleType, figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("speculation_page")
+    less = copy.deepcopy(results.load("speculation"))
+    less["rows"] = [
+        row
+        for row in less["rows"]
+        if (row["config"]["slice"], row["config"]["weights"], row["config"]["batch"]) != ("edits", "int8", 4)
+    ]
+    real: Callable[[str], dict[str, Any]] = results.load
+    monkeypatch.setattr(page, "load", lambda file: less if file == "speculation" else real(file))
+    text = page.speculation(lambda file, result: "")
+    assert "Not measured: edits with int8 weights and 4 together" in text
