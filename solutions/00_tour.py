@@ -43,8 +43,9 @@ greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 #
 # You will see three requests of 10 to 30 prompt tokens each, and 48 new tokens for each of them. They are generated
 # with **[speculative decoding](glossary.md#speculative-decoding)**: a small, cheap **[draft model](glossary.md#draft)**
-# proposes the next four tokens (the **drafts**), and the large model, the **[target](glossary.md#target)**, accepts or
-# rejects them. That is one **[round](glossary.md#round)**. Write down a number for each question before you look:
+# proposes the next four tokens (the **drafts**; their number is called **γ**), and the large model, the
+# **[target](glossary.md#target)**, accepts or rejects them. That is one **[round](glossary.md#round)**. Write down a
+# number for each question before you look:
 #
 # 1. The target is the expensive model; one run of it is a **[forward](glossary.md#forward)**. With four drafts a round,
 #    **how many new tokens does a request get from each forward of the target** on average? (1 means that the drafts are
@@ -84,8 +85,10 @@ print("ready")
 # ## See
 #
 # Run the cell and watch. On the left is the memory. The letter on a page names the request that owns it; dark slots
-# were written in the current step. On the right are the rounds of one request: the tokens that the draft model
-# proposed, which of them the target accepted, and the token that the target added.
+# were written in the current step. *40 of 41* beside a request means that the keys and values of 40 of its 41 tokens
+# are in the cache: the newest token was chosen, but has not been through the model yet. On the right are the rounds of
+# one request: the tokens that the draft model proposed, which of them the target accepted, and the token that the
+# target added.
 #
 # The engine runs first, in a second or two, and records its events. The recording then plays slowly once it is visible
 # on your screen. You can pause it, step through it with the arrow keys, choose another speed, or read it as text.
@@ -107,14 +110,14 @@ for letter, output in zip("ABC", outputs, strict=True):
     print(f"--- request {letter}", output.prompt + output.outputs[0].text, sep="\n")
 
 # %% [markdown]
-# ## Look closer: four moments
+# ## Look closer: four pictures
 #
 # The trace holds every event of the run, so any step can be drawn again. First the **[prefill](glossary.md#prefill)**:
 # all prompt tokens of a request go through the model together, because all of them are known already. One step writes
 # the slots of whole prompts.
 
 # %%
-from minillm.trace import StepRan, StepStarted, TokensCommitted
+from minillm.trace import StepRan, StepStarted
 from minillm.trace.moments import first_preemption, first_rejected_round
 
 pages = CachePagesView(trace)
@@ -138,14 +141,16 @@ show(pages, step=moment.step)
 show(AcceptanceStrip(trace, request_id=moment.request_id), step=moment.step)
 
 # %% [markdown]
-# At the **end** no page has an owner. A **block table** is the list of one request's pages; the dashed ones belonged to
-# the finished requests. Full pages are ***[cached](glossary.md#cached)***: they are free, but keep their keys and
-# values until their memory is needed. A new request whose prompt starts with the same tokens reuses them instead of
-# computing them again. (A line that begins with ✓ is a statement that the cell has checked.)
+# At the **end** no page has an owner. A **block table** is the list of one request's pages; a dashed table is that of a
+# finished request. (A page can be in two of them: one request took it after another had ended.) Full pages are
+# ***[cached](glossary.md#cached)***: they are free, but keep their keys and values until their memory is needed. A new
+# request whose prompt starts with the same tokens reuses them instead of computing them again. (A line that begins with
+# ✓ is a statement that the cell has checked.)
 
 # %%
 state = CacheState().fold_all(trace)
-print(f"{state.num_blocks} pages: {state.used_blocks} in use, {state.free_blocks} free ({state.cached_blocks} cached)")
+empty = state.free_blocks - state.cached_blocks
+print(f"{state.num_blocks} pages: {state.used_blocks} in use, {state.cached_blocks} cached, {empty} free and empty")
 claim("At the end no page has an owner.", state.used_blocks == 0)
 show(pages)
 
@@ -153,20 +158,21 @@ show(pages)
 # ## Measure
 #
 # Counts explain more than timings, so count first. Without drafts, every token of a request needs a forward of its own.
-# (The first token of each request comes from its prefill and is not counted here.)
+# (The first token of each request comes from its prefill and is not counted here.) Near its end a request gets fewer
+# than four drafts: a round never proposes more tokens than the request may still need.
 
 # %%
-rounds = [e for e in trace.of(TokensCommitted) if e.num_drafts]
-generated = sum(len(e.token_ids) for e in rounds)
-accepted, drafted = sum(e.num_accepted for e in rounds), sum(e.num_drafts for e in rounds)
-per_forward = generated / len(rounds)
-print(f"{len(rounds)} rounds: {drafted} drafts, {accepted} accepted ({accepted / drafted:.0%}), {generated} new tokens")
+metrics = [output.metrics for output in outputs]
+forwards, generated = sum(m.num_decode_forwards for m in metrics), sum(m.num_decode_tokens for m in metrics)
+accepted, drafted = sum(m.num_accepted for m in metrics), sum(m.num_drafts for m in metrics)
+per_forward = generated / forwards
+print(f"{forwards} forwards: {drafted} drafts, {accepted} accepted ({accepted / drafted:.0%}), {generated} new tokens")
 print(f"{accepted} accepted + {generated - accepted} added by the target = {generated}")
-print(f"{generated} / {len(rounds)} = {per_forward:.2f} tokens per forward")
+print(f"{generated} / {forwards} = {per_forward:.2f} tokens per forward")
 reveal("l00.tokens_per_forward", per_forward)
 
 # %% [markdown]
-# This is the average over all rounds of three texts. How do the texts differ?
+# This is the average over all forwards of three texts. How do the texts differ?
 
 # %%
 from minillm.outputs import tokens_per_forward
@@ -175,25 +181,24 @@ gains = {letter: tokens_per_forward([output]) for letter, output in zip("ABC", o
 for letter, gain in gains.items():
     print(f"request {letter}: {gain:.2f} tokens per forward")
 claim(
-    "The same two models gain a quarter more on one text than on another.",
+    "The same two models gain at least a quarter more on one text than on another.",
     max(gains.values()) >= 1.25 * min(gains.values()),
     of_model=True,
 )
 
 # %% [markdown]
-# **The number of tokens per forward depends on the text** as much as on the two models: what is easy to foresee, such as
+# **The number of tokens per forward depends on the text**, not only on the two models: what is easy to foresee, such as
 # a line like the one before, is easy to draft. So a figure from other prompts says little about yours.
 #
-# Now the memory. The engine counts the pages at the end of each step, when finished requests have freed theirs.
+# Now the memory. The engine counts the pages at the end of each step, when the pages of rejected drafts and of finished
+# requests have been freed.
 
 # %%
 busiest = max(state.history, key=lambda step: step.used_blocks)
 slots = busiest.used_blocks * state.block_size
-print(f"at the end of step {busiest.step} {busiest.used_blocks} pages = {slots} slots were in use, ", end="")
+print(f"after step {busiest.step}: {busiest.used_blocks} pages = {slots} slots were in use, ", end="")
 print(f"{busiest.waste_slots} of them empty")
-print(
-    f"within a step, before finished requests freed theirs: up to {state.totals.peak_blocks} pages (the picture's peak)"
-)
+print(f"within a step, before such pages are freed: up to {state.totals.peak_blocks} pages (the picture's peak)")
 reveal("l00.waste", 100 * busiest.waste_slots / slots)
 
 # %% [markdown]
@@ -254,7 +259,7 @@ claim("A request on its own gains more from drafts than three together.", alone 
 # ### Where it loses
 #
 # **More drafts.** The fifth draft counts only if the first four were accepted. So tokens per forward grow more slowly
-# than **γ**, the number of drafts in a round, while every draft costs a forward of the draft model.
+# than γ, the number of drafts in a round, while every draft costs a forward of the draft model.
 
 # %% tags=["expected"] alt="A line of tokens per target forward against γ = 1, 2, 4 and 8. It rises, each time by less than the number of drafts added, and stays far below the dashed line for drafts that are always accepted."
 from minillm.viz.charts import Axis, LineChart, Series
@@ -305,10 +310,11 @@ LineChart(
 # ## Turn the knobs
 #
 # * **page size**: small pages leave fewer slots empty; large pages need shorter block tables. Try 4 and 64.
-# * **drafts a round (γ)**: each further draft is accepted less often than the one before it.
+# * **drafts a round (γ)**: each further draft is accepted at most as often as the one before it.
 # * **requests**, 1 to 6: watch how pages are allocated and freed as requests start and end.
 # * **tokens in the pool**: if there are too few, the engine **[preempts](glossary.md#preempt)** a request: it frees all
-#   its pages and computes its keys and values again later. The text does not change.
+#   its pages and later computes its keys and values again, except those of pages that are still cached. The text does
+#   not change.
 #
 # Change the numbers in the last line, run the cell again, and compare. For sliders, call `knobs(tour)` in a new cell.
 
@@ -330,8 +336,8 @@ tour(page_size=4, drafts=8, requests=3, pool_tokens=384)
 # %% [markdown]
 # ## Break it
 #
-# **A drafter that is always wrong.** `Drafter` is the interface for everything that proposes tokens. This one always
-# proposes a comma. Before you run it: will the text get worse?
+# **A drafter that is nearly always wrong.** `Drafter` is the interface for everything that proposes tokens. This one
+# always proposes a comma. Before you run it: will the text get worse?
 
 # %%
 from minillm.speculative.drafter import Draft, Drafter
@@ -353,12 +359,13 @@ print(f"tokens per forward: {tokens_per_forward(comma_outputs):.2f}")
 claim("Commas as drafts change no token.", tokens_of(comma_outputs) == expected)
 
 # %% [markdown]
-# A bad drafter costs time and nothing else, because the target decides which drafts are accepted.
+# A bad drafter costs time and nothing else, because the target decides which drafts are accepted. (It can still gain a
+# little more than 1 token per forward: where the text has a comma, the draft is right.)
 #
 # **A pool that is too small.** When they end, the three requests together need more pages than the ten of this
 # pool. At least one request will lose its pages. Does its text change?
 
-# %% tags=["expected"] alt="A pool of ten pages in use by two requests, while a third has been preempted and waits for its turn."
+# %% tags=["expected"] alt="A pool of ten pages: two requests use eight of them, two are cached, and a third request has been preempted and waits for its turn."
 from minillm.trace import RequestPreempted
 
 tight = engine(drafts=0, pool_tokens=160)

@@ -71,8 +71,9 @@ print(f"\n{len(prompt_ids)} prompt tokens + {len(plain_tokens)} new ones; {plain
 claim("Most of these rows are repetitions.", plain_rows > 10 * (len(prompt_ids) + len(plain_tokens)))
 
 # %% [markdown]
-# The token at position $n$ costs $n$ rows. Two kinds of work grow differently. Count both, in arithmetic operations,
-# for the token at position $n$:
+# The token at position $n$ costs $n$ rows. (Positions count from 0. *First* below is the token at position 1, after a
+# prompt of one token.) Two kinds of work grow differently. Count both, in arithmetic operations, for the token at
+# position $n$:
 #
 # * **linear layers** do the same for every row that goes through: $2 \cdot \text{weights}$ operations a row;
 # * **attention** compares every query with every key before it: $4 \cdot \text{layers} \cdot \text{heads} \cdot
@@ -138,8 +139,8 @@ chart
 # 1. How many bytes does the cache of this model need **per token**, with 4-byte numbers?
 # 2. At 256 tokens of text, how many times faster is one step with the cache than without it?
 # 3. A cache can start small and grow by `r` rows whenever it is full. Each growth copies all rows; each empty row costs
-#    a little time in every step. For a text of 384 tokens, which `r` is fastest? (1 = grow at every token, 384 =
-#    allocate everything at once.)
+#    a little time in every step. For a text of 384 tokens, which `r` should be fastest? (1 = grow at every token,
+#    384 = allocate everything at once.)
 
 # %%
 predict("l02.bytes", None, unit="bytes")
@@ -166,14 +167,11 @@ for layer in range(config.num_layers):
     print(f"{layer:5} {causal[layer]:13} of 12 {everyone[layer]:20} of 12")
 claim("With the causal mask no key changes.", not any(causal))
 claim("Without it keys change in every layer but the first.", everyone[0] == 0 and all(everyone[1:]))
-claim("They change the least in layer 1.", everyone[1] == min(everyone[1:]), of_model=True)
 
 # %% [markdown]
 # With the causal mask a later token cannot change an earlier one, so **keys and values of old tokens never change**:
-# they may be kept. Without it, keys change in every layer but layer 0, whose keys depend on their own token only, and
-# what is computed from a few changed keys changes in the next layer: only layer 0 could be kept. (A key of layer 1
-# depends on what its token attended to in layer 0. Where that gives the new tokens next to no weight, the key hardly
-# moves, and is not counted.) The KV cache is possible because of the mask.
+# they may be kept. Without it, keys change in every layer but layer 0, whose keys depend on their own token only: only
+# layer 0 could be kept. The KV cache is possible because of the mask.
 #
 # Two details that matter later:
 #
@@ -184,9 +182,11 @@ claim("They change the least in layer 1.", everyone[1] == min(everyone[1:]), of_
 #
 # ### Exercise 1: append
 #
-# The cache of one layer is two tables with one row per token. They are allocated once and start empty. Write the new
-# rows after the old ones and return the part that is in use. Several tokens may arrive at once: a whole prompt, a piece
-# of one, or the draft tokens of [speculative decoding](glossary.md#speculative-decoding).
+# The cache of one layer is two tables, one of keys and one of values, with one row per token. (So *row* has two
+# meanings in this lesson. A row that goes *through the model* is a token's vector; a row that is written, copied or
+# empty is a row of these tables.) The tables are allocated once and start empty. Write the new rows after the old ones
+# and return the part that is in use. Several tokens may arrive at once: a whole prompt, a piece of one, or the draft
+# tokens of [speculative decoding](glossary.md#speculative-decoding).
 #
 # Beware of one property of PyTorch: a slice beyond the end is shortened silently, and assigning one row to *no* rows is
 # not an error. `table[4:5] = row` on a table of 4 rows does nothing.
@@ -307,7 +307,8 @@ reveal("l02.bytes", kv_bytes(config, 4))
 # Now the same for larger models. The columns *tokens until cache = weights* give the second part of the answer: each
 # decode step must *read* all weights once and the whole cache of each request once, and in large models reading takes
 # most of the time of decoding. Where the cache has as many bytes as the weights, a step reads twice as much as the
-# first step did. A batch of 64 shares one reading of the weights, but has 64 caches.
+# first step did. A batch of 64 shares one reading of the weights, but has 64 caches (the
+# column *each of 64* gives the length of each text).
 
 # %%
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, QWEN_3_06B
@@ -320,7 +321,7 @@ models = [  # name, shape, parameters in billions, bytes a number, longest conte
     ("Llama-2-70B", LLAMA_2_70B, 69.0, 2, 4096),
 ]
 print("                                                       tokens until cache = weights   longest")
-print("model          bytes per token   GiB at 4096 tokens      1 request     64 requests    context")
+print("model          bytes per token   GiB at 4096 tokens      1 request      each of 64    context")
 crossing = {}
 for label, shape, billions, width, longest in models:
     per_token = kv_bytes(shape, width)
@@ -433,7 +434,7 @@ import math
 
 
 def best_r(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
-    """Return the r between 1 and num_tokens for which cost(r) is smallest.
+    """Return the r between 1 and num_tokens, not rounded to whole rows, for which cost(r) is smallest.
 
     copy_cost: cost of copying one row; pad_cost: of one empty row in one step; allocation_cost: of one allocation.
     All are in the same unit; pad_cost may be 0.
@@ -577,8 +578,8 @@ with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest
 claim("All three policies wrote the same tokens.", texts[0] == texts[1] == texts[2] == plain_tokens)
 
 # %% [markdown]
-# Orange rows are copied, hollow rows are empty, and dark rows are new: only these had to be written. Change `8` above
-# to 4 or 16 and run it again.
+# Orange rows are copied, hollow rows are empty, and dark rows are new: only these had to be written. Change the number
+# `8` after `"BMC: r = 8":` to 4 or 16 (and the label with it) and run the cell again.
 #
 # ## Measure
 #
@@ -587,6 +588,8 @@ claim("All three policies wrote the same tokens.", texts[0] == texts[1] == texts
 # For contexts of growing length, one step with and one without the cache are timed in turn, three times after a
 # warm-up. Between the rounds the cache is **[rolled back](glossary.md#rollback)**: its last tokens are removed by
 # lowering `length`, and nothing is erased. (Speculative decoding removes rejected draft tokens with the same line.)
+# Within a round `length` is also *raised*. That is right here only because the rows of the whole text were written
+# before and are still those of this text.
 
 # %%
 import inspect
@@ -656,8 +659,9 @@ LineChart(
 # Now the growth policies, with the shape of one layer of Llama-3-8B (8 KV heads of width 128, each shared by four query
 # heads), for 384 decode steps of attention alone. There are two kernels:
 #
-# * **whole buffer**: attention runs over all `capacity` rows, and the empty ones are masked. BMC assumes this case, and
-#   every compiled graph with fixed shapes works this way.
+# * **whole buffer**: attention runs over all `capacity` rows, and the empty ones are masked. BMC assumes this case.
+#   Graphs whose attention has the fixed shape of the buffer work this way too, as with transformers' `StaticCache`; a
+#   kernel that is given the length as data need not.
 # * **valid rows**: attention runs over `buffer[:, :length]`, a *view*. No copy, no padding.
 #
 # The two extremes calibrate the cost model (the time of an allocation is measured apart; beyond it $r=1$ only copies
@@ -673,12 +677,14 @@ grid = (1, 4, 16, 32, 64, 128, N)
 costs = time_growth_policies(grow_to, append, N, grid)
 slower, prices = costs.relative_times, (costs.copy, costs.pad, costs.allocation)
 concat, middle = slower["whole", 1].median, slower["whole", costs.best("whole")].median
-reveal("l02.growth", costs.best("whole"))
-print(f"whole buffer: the cost model gives r* = {best(N, *prices):.0f}; measured r = {costs.best('whole')}")
-print(f"              within 10% of the best: r = {costs.near_best('whole')}")
-print(f"valid rows:   within 10% of the best: r = {costs.near_best('view')}")
+reveal("l02.growth", round(best(N, *prices)))
+print("whole buffer: that is r* by the cost model, with the costs measured here;")
+print(f"              measured times within 10% of the best: r = {costs.near_best('whole')}")
+large = [slower["view", r].median for r in grid if r >= 16]
+print(f"valid rows:   from r = 16 on {min(large):.2f} to {max(large):.2f} times as long as preallocate + view")
 print(f"against preallocate + view: concat takes {concat:.1f} times as long, whole buffer at its best r {middle:.1f}")
 claim("Concatenating is slower than preallocate + view.", concat > 1.05, measured=True)
+claim("With a view, every r from 16 on is faster than r = 1.", max(large) < slower["view", 1].median, measured=True)
 claim("With the whole buffer no r beats preallocate + view by more than 10%.", middle > 0.9, measured=True)
 LineChart(
     "384 steps of one attention layer, against preallocate + view, on this machine",
@@ -696,20 +702,25 @@ LineChart(
             style="modelled",
         )
     ],
-    "With the whole buffer both ends take longer than the middle; with a view the time falls and then stays flat.",
+    "With the whole buffer both ends take longer than the middle; with a view r = 1 takes longest.",
 )
 
 # %% [markdown]
 # **Where BMC wins, and where it loses.** With a kernel that works on the whole buffer, both extremes are slow and a
-# middle `r` wins: your cost model has the shape of a U, and $\sqrt N$ is a fair guess for its minimum. With a view
-# there is no U: empty rows cost nothing, so fewer copies are never worse, and the best policy is *preallocate + view*.
+# middle `r` wins: your cost model has the shape of a U, and $\sqrt N$ is a fair guess for its minimum. The bottom of
+# the U is flat: by the formula, half or twice the best `r` adds only a quarter to the cost of copies, allocations and
+# empty rows. So an answer that far from the computed one is nearly as good.
+#
+# With a view there is no U, because empty rows cost no arithmetic. A larger `r` saves copies, but at `r = 16` only
+# 4,416 rows are copied in all, while attention reads 73,920: beyond that little is left to save. *Preallocate + view*
+# copies nothing and needs no choice of `r`.
 #
 # BMC reports up to 3.2× over the transformers baseline (quoted), and that baseline concatenates. The line *against
 # preallocate + view* shows how much is gained here, with this shape and length, only by not concatenating: that part
-# needs no BMC. The idea is useful where a view is impossible: graphs compiled for fixed shapes, accelerators that need
-# them, memory that cannot be reserved in advance. Where padding is unavoidable, the empty rows can also hold the draft
-# tokens of speculative decoding ($r \ge \gamma + 1$ for $\gamma$ drafts), which BMC uses. Lesson 6 grows *without*
-# copying, with blocks.
+# needs no BMC. The idea is useful where a view is impossible (attention compiled for a fixed shape, accelerators that
+# need one), and growing is useful where memory cannot be reserved in advance. Where padding is unavoidable, the empty
+# rows can also hold the draft tokens of speculative decoding ($r \ge \gamma + 1$ for $\gamma$ drafts), which BMC uses.
+# Lesson 6 grows *without* copying, with blocks.
 #
 # How much does this matter for a whole step? Here attention ran alone. In a model the linear layers run too. With a
 # small cache their time hides most of the difference; with long texts and large batches it does not.
@@ -850,7 +861,7 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 # | system | how rows are written | how it grows | r |
 # |---|---|---|---|
 # | transformers, `DynamicCache` (the default of `generate`) | `torch.cat` in `DynamicLayer.update` | a new buffer for every token | 1 |
-# | transformers, `StaticCache` | `index_copy_` in `StaticLayer.update`, which returns the *whole* buffer | never | N, whole buffer: the price of compiled graphs |
+# | transformers, `StaticCache` | `index_copy_` in `StaticLayer.update`, which returns the *whole* buffer | never | N, whole buffer: the price of a fixed shape |
 # | llama.cpp | one buffer for the whole context; `llama_kv_cache::get_n_kv` attends over the used rows, rounded up to 256 | never | N in memory, 256 in compute: a view that is padded so that the graph can be reused |
 # | vLLM | `reshape_and_cache_flash` scatters by a `slot_mapping` into a pool of blocks | by one block (16 tokens is usual), nothing is copied | lesson 6 |
 # | SGLang | `MHATokenToKVPool.set_kv_buffer` writes to slots that `ReqToTokenPool` maps | slots from a pool, shared by a radix tree | lesson 6 |
@@ -866,7 +877,7 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 # | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer reads rows that it never wrote (the first layer from the second token on, the others at once), and a buffer for 1024 tokens is full after 1024 / L | `StalePosition` |
 # | BMC: up to 3.2× over the transformers baseline | its baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with | second measurement |
 #
-# **Find the mistakes.** One of those tutorials decodes like this (paraphrased):
+# **Find the mistakes.** The tutorial of the first claim decodes like this (paraphrased):
 #
 # ```python
 # cache = init_cache(max_length)
@@ -902,7 +913,7 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 #    than the weights.
 # 4. The state is the rows and one length. Advance the length once per forward, offset the mask and the positions by it,
 #    and reset it to 0 for a new text.
-# 5. Growing by copying helps only for kernels that spend time on empty rows. Preallocate + view needs neither copies
-#    nor padding.
+# 5. Growing by copying saves memory in short texts. It saves time only with kernels that spend time on empty rows;
+#    otherwise preallocate + view, without copies or padding, is the one to beat.
 #
 # **Next:** lesson 3 asks whether arithmetic or bytes limit a step, and what fewer KV heads save.

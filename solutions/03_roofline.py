@@ -87,7 +87,7 @@ claim(
 #    fetching the weights takes all the time. **From how many rows on does the arithmetic take longer** on this machine?
 # 2. **[Model bandwidth utilisation](glossary.md#mbu)** (MBU) is the share of the memory bandwidth that decoding really
 #    uses. **How many percent** does this model reach here, one request at a time, in plain PyTorch?
-# 3. The cell below prints how many [bits for each byte](glossary.md#bits-per-byte) of unseen Python this model needs.
+# 3. The cell below prints how many [bits for each byte](glossary.md#bits-per-byte) of held-out Python this model needs.
 #    Guessing uniformly among 4096 tokens of about three bytes each would take about 4. You replace the two KV heads of
 #    every layer by one, their average, without any training. **How many bits per byte** then?
 
@@ -154,7 +154,7 @@ room = {}
 for kv_heads, width in ((32, 2), (8, 2), (1, 2), (8, 1)):
     per_token = kv_bytes(replace(LLAMA_3_8B, num_kv_heads=kv_heads), 1, 1, width)
     room[kv_heads, width] = fit(80 * 10**9, 16 * 10**9, per_token, 8192)
-    print(f"{kv_heads:2} KV heads, {8 * width:2} bits a number {per_token:27,} {room[kv_heads, width]:19,}")
+    print(f"KV heads: {kv_heads:2}, {8 * width:2} bits a number {per_token:26,} {room[kv_heads, width]:19,}")
 claim("A quarter of the KV heads makes room for about four times the requests.", 3.5 < room[8, 2] / room[32, 2] < 4.5)
 
 # %% [markdown]
@@ -182,7 +182,7 @@ def arithmetic_intensity(rows: int, in_features: int, out_features: int, bytes_p
 # %%
 check("l03.arithmetic_intensity")
 
-# %% tags=["expected"] alt="Operations per byte against rows, both logarithmic. All lines rise as straight lines, about 2 per row divided by the bytes of a number, and then flatten: minicoder's small layer near 150, Llama-3-8B's in bf16 only beyond 1000. A dashed line marks the ridge of an H100 at 295."
+# %% tags=["expected"] alt="Operations per byte against rows, both logarithmic. All lines rise as straight lines, about 2 per row divided by the bytes of a number, and then flatten: minicoder's small layer near 150, Llama-3-8B's in bf16 only beyond 1000. A dashed line marks the ridge of an H100 in bf16 at 295."
 from minillm.viz.charts import Axis, LineChart, Series
 
 intensity_of = use("l03.arithmetic_intensity")
@@ -201,7 +201,7 @@ LineChart(
     Axis("rows", log=True, ticks=ROWS),
     Axis("operations per byte", log=True),
     [Series(label, ROWS, [intensity_of(n, *shape) for n in ROWS]) for label, shape in layers.items()]
-    + [Series("ridge of an H100: 295", ROWS, [H100_RATE / H100_BANDWIDTH] * len(ROWS), style="modelled")],
+    + [Series("ridge of an H100 in bf16: 295", ROWS, [H100_RATE / H100_BANDWIDTH] * len(ROWS), style="modelled")],
     "Intensity rises in proportion to the rows, then flattens once the rows themselves outweigh the weights.",
 )
 
@@ -210,6 +210,10 @@ LineChart(
 # byte, whatever the size of the layer. **A batch adds rows**: eight requests decoding together are eight rows that
 # share one reading of the weights. The 256 tokens of a prompt are also rows that share it, and so are the draft tokens
 # of speculative decoding.
+#
+# (The dashed line is the ridge of products in bf16; exercise 4 explains it. It also holds for INT8 *weights* that are
+# dequantised to bf16 first. With INT8 *products*, which an H100 does twice as fast (data sheet), the ridge is at 591,
+# and INT8 needs about as many rows as bf16.)
 #
 # ### Exercise 3: intensity of attention
 #
@@ -252,9 +256,10 @@ for label, heads, kv_heads, width in kinds:
 
 # %% [markdown]
 # Note what is **not** among the parameters of your function: the length of the context, and the batch. Twice the
-# context is twice the operations over twice the bytes. Another request brings another cache, which is not shared. A
-# batch raises the intensity of the linear layers and not that of attention. Only three things raise that: query heads
-# that share a KV head, new tokens that share a reading, and fewer bytes per number.
+# context is twice the operations over twice the bytes. Another request brings a cache of its own. So a batch of
+# different texts raises the intensity of the linear layers and not that of attention. What raises that: query heads
+# that share a KV head, new tokens that share a reading, and fewer bytes per number. (Requests that begin with the same
+# text can also share the reading of that part, with a kernel made for it; lesson 11 quotes what it saves.)
 #
 # ### Exercise 4: the roof
 #
@@ -316,7 +321,10 @@ claim(
 Roofline(
     "The parts of Llama-3-8B on an H100",
     Roof("H100 (data sheet)", H100_BANDWIDTH, H100_RATE, "quoted"),
-    [modelled("attention, by KV heads", f"{n} KV heads", attention_of(32, n, 1, 2)) for n in (32, 8, 1)]
+    [
+        modelled("attention, by KV heads", f"{n} KV head{'s' if n > 1 else ''}", attention_of(32, n, 1, 2))
+        for n in (32, 8, 1)
+    ]
     + [
         modelled("linear layers, by rows", "1 row" if n == 1 else f"{n} rows", intensity_of(n, 4096, 14336, 2))
         for n in (1, 16, 64, 256, 2048)
@@ -328,7 +336,8 @@ Roofline(
 # On an H100, fetching one byte takes as long as **295 operations**. Decoding one request at a time uses at most about a
 # three-hundredth of its arithmetic, and all parts of decoding, even for 64 requests together, lie on the slope.
 # That is why so much of this course is about bytes. Note also that 64 requests do not move the whole step 64 times as
-# far to the right: at 4096 tokens each, their caches have twice the bytes of the weights, and caches are not shared.
+# far to the right: at 4096 tokens each, their caches have twice the bytes of the weights, and each is read for one
+# request only.
 #
 # Your machine has other limits. Measure them.
 #
@@ -341,7 +350,7 @@ Roofline(
 # kernels are timed: `torch.mm`; oneDNN, Intel's library of kernels, with packed weights, that is, reordered once into
 # the order in which its kernel reads them (the engine's linear layers use it from 4 rows on); and the product of the
 # compiled step, which keeps a small tile (a rectangle) of the result in registers (lesson 15). The best of each counts.
-# `minillm doctor --measure` does the same. The cell uses one thread, because everything below runs on one.
+# `minillm doctor --measure` does the same with all threads. The cell uses one, because everything below runs on one.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.doctor.machine_limits import matmul_rate, memory_bandwidth
@@ -424,10 +433,10 @@ Roofline(f"The parts of {name} on this machine", here, linear_points + attention
 #   gain what is left up to the roof and no more.
 # * **Attention does not move to the right.** Its three points lie exactly above each other. A longer context does not
 #   raise their intensity, as you counted.
-# * **Attention is far below the roof.** The dotted line is what is lost. Its bytes are few, but in plain PyTorch it
-#   first gathers every request's blocks into one tensor (it writes and reads them once more), and then makes many small
-#   products. A point far below the roof shows that there is time to gain, and not by less arithmetic. (Lesson 9 builds
-#   the kernel that reads the blocks in place.)
+# * **Attention is far below the roof.** The dotted line is what is lost. In plain PyTorch it first gathers every
+#   request's blocks into one tensor (it writes and reads them once more), and then makes many small products. A point
+#   far below the roof shows that there is time to gain, and not by less arithmetic. (Lesson 9 builds the kernel that
+#   reads the blocks in place.)
 #
 # ### Exercise 5: model bandwidth utilisation
 #
@@ -531,7 +540,7 @@ Roofline(f"Whole steps of {name} on this machine", here, whole)
 # of one request differ by a few percent of the bytes, so a larger difference between their lines is noise.) Decoding in
 # plain PyTorch reaches neither limit. So what limits it?
 #
-# The roofline has two limits. A step has a third cost: it makes some five hundred calls into PyTorch, and each takes
+# The roofline has two limits. A step has a third cost: it makes several hundred calls into PyTorch, and each takes
 # microseconds to start, however little it does. The compiled step makes one call. To see the cost of the calls alone,
 # keep the number of layers and change the width (random weights do for timing):
 
@@ -548,6 +557,7 @@ reached = [
 ]
 fewer, faster = megabytes[0] / megabytes[-1], took[widths[0]] / took[widths[-1]]
 print(f"a step of the narrowest model has {fewer:.0%} of the bytes of the widest, and takes {faster:.0%} of the time")
+print(f"it takes {took[64] / took[384]:.0%} of the time of a model of width 384, minicoder's width")
 claim("Bytes shrink far more than time.", faster > 3 * fewer, measured=True)
 claim("The widest model uses more of the bandwidth than the narrowest.", reached[-1] > reached[0], measured=True)
 del sized
@@ -556,15 +566,16 @@ LineChart(
     Axis("million bytes of weights", log=True, ticks=tuple(round(m, 1) for m in megabytes)),
     Axis("MBU in percent"),
     [Series("measured, 8 layers of growing width", megabytes, [100 * r for r in reached])],
-    "Small models use little of the bandwidth: starting each operation costs more than its bytes. It grows with size.",
+    "Small models use little of the bandwidth: starting an operation costs more than its bytes. Large ones use more.",
 )
 
 # %% [markdown]
-# This is the third limit. **A small model in an interpreter is limited neither by arithmetic nor by bytes: it waits for
-# operations to be started.** The remedy is to start fewer of them: fused kernels (one for several operations), compiled
-# steps, CUDA graphs (many kernels started at once). Only then, or if the model is large, does MBU come near what the
-# memory can do, and then bytes decide the time. (On an A100, gpt-fast reports 72% for a 7B model in bf16, compiled.
-# Quoted, not measured here.)
+# This is the third limit. **A small model in an interpreter reaches neither limit: a large part of its step is spent on
+# starting operations.** (The narrowest model has hardly any bytes, and the lines above the chart show how long its step
+# still takes.) The rest goes into products that read slower than a copy. The remedy is to start fewer operations: fused
+# kernels (one for several operations), compiled steps, CUDA graphs (many kernels started at once). Only then, or if the
+# model is large, does MBU come near what the memory can do, and then bytes decide the time. (On an A100, gpt-fast
+# reports 72% for a 7B model in bf16, compiled. Quoted, not measured here.)
 #
 # So the answer has three parts. *Prefill*: arithmetic. *Decoding a large model*: bytes. *Decoding a small model without
 # fused operations*: neither.
@@ -573,8 +584,8 @@ LineChart(
 #
 # Fewer KV heads mean fewer bytes in the cache and a higher intensity of attention. Can you remove them from a model
 # that is already trained? The recipe of the GQA paper (Ainslie et al. 2023): replace each group of KV heads by their
-# **mean**. A projection's matrix holds its heads one after the other, `head_dim` rows each. Query head `h` will read KV
-# head `h // (num_heads / num_kv_heads)`, so a group consists of neighbours.
+# **mean**. A projection's matrix holds its heads one after the other, `head_dim` rows each. If 6 query heads share 2 KV
+# heads, query head `h` reads KV head `h // 3`: neighbours share one. So KV heads that become one must be neighbours.
 
 
 # %%
@@ -584,8 +595,10 @@ from torch import Tensor
 def mean_pool_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
     """Return a key or value projection with fewer heads: each new head is the mean of a group of old ones.
 
-    weight:  [num_heads * head_dim, hidden], head after head; num_kv_heads divides num_heads
-    returns: [num_kv_heads * head_dim, hidden]
+    weight:       [num_heads * head_dim, hidden], one KV head after the other
+    num_heads:    the KV heads that weight has now, not the query heads
+    num_kv_heads: the KV heads that the result has, a divisor of num_heads
+    returns:      [num_kv_heads * head_dim, hidden]
 
     Example, one number per row, 4 heads of width 2 to 2: [0, 1, 10, 11, 40, 41, 90, 91] becomes [5, 6, 65, 66].
     """
@@ -651,8 +664,9 @@ claim("Random numbers are by far the worst start.", after["random"] > 1.3 * pool
 # **Half the bytes of cache, and a much worse model.** In the paper the mean is the best start, then one head, then random
 # numbers. Here only the last place is clear: before any training the mean need not beat one head. And pooling is only a
 # *start*: the paper then trains for 5% of the original steps, and only after that reports quality close to the original.
-# Here nothing was trained, and the result is useless. (The sum is a mistake, but its number looks like that of a
-# recipe. Remember it for *Break it*.)
+# Here nothing was trained, and the result is useless. (*Sum* may even have a lower number than the mean here. It is
+# still a mistake: it does not keep the scale, and three equal heads become one that is three times too large. *Break
+# it* shows which check finds it.)
 #
 # So fewer heads are a decision for training. What do they gain at inference?
 #
@@ -680,7 +694,8 @@ Roofline("The same attention with fewer KV heads, on this machine", here, points
 # processor's cache.)
 #
 # Now the whole step, where attention is only a part. Each line is the time with 6 KV heads divided by the time with
-# fewer. The dashed line is the ratio of the bytes.
+# fewer. The dashed line is the ratio of the bytes for 1 KV head and 8 requests. It is no limit: in plain PyTorch a byte
+# of the cache costs more than a byte of weights, because it is gathered first, so the measured line may end above it.
 
 # %% tags=["nbval-ignore-output"]
 longer = [16, *contexts]
@@ -720,7 +735,7 @@ LineChart(
 print("operations of the prefill of 256 tokens")
 prefills = {n: operations(each, rows=256, pairs=256 * 257 // 2, logits=1) for n, each in family.items()}
 for n, work in prefills.items():
-    print(f"{n} KV heads: {work / 1e6:,.0f} million, {work / prefills[config.num_heads]:.0%}")
+    print(f"{n} KV head{'s' if n > 1 else ''}: {work / 1e6:,.0f} million, {work / prefills[config.num_heads]:.0%}")
 claim(
     "With 1 KV head prefill still does more than 80% of the operations.", prefills[1] > 0.8 * prefills[config.num_heads]
 )
@@ -734,8 +749,9 @@ claim(
 #   weights. They gain little for prefill: its limit is arithmetic, and of that only the projections of keys and values
 #   shrink. Attention compares as many pairs as before, for every query head.
 # * They also make *room* for more requests, whatever the speed (exercise 1). Often that is the larger gain (lesson 7).
-# * Past the ridge they gain nothing more. An example: with `group = num_heads / num_kv_heads` and 5 tokens to verify,
-#   fp32 attention of minicoder as MQA has an intensity of 15. Compare it with the ridge of your machine, printed above.
+# * Past the ridge they gain nothing more. An example: minicoder with one KV head has 6 query heads in a group. With 5
+#   tokens to verify, its fp32 attention has an intensity of 2 · 6 · 5 / 4 = 15. Compare it with the ridge of your
+#   machine, printed above.
 # * They cost quality, which must be restored by training. And one KV head cannot be split over several GPUs: each gets
 #   a copy.
 #
@@ -773,8 +789,9 @@ Roofline("The same work twice", here, points)
 # copy reads one number for each that it writes, `a + b` reads two. Writing costs more than is counted: before a
 # processor writes a part of a line of memory, it usually reads the line first. With this read a copy moves 3 numbers
 # and is counted as 2, `a + b` moves 4 and is counted as 3, so the same memory seems $\frac{3/4}{2/3} = 1.125$ times as
-# fast. What is missing to the printed number is noise (a roof is a measurement too, and its spread is printed above),
-# or a copy that does not reach what this memory can do.
+# fast. If the printed share is not 113%, there are three possible reasons: noise (a roof is a measurement too, and its
+# spread is printed above), a roof that is not that of a copy, or a copy and a sum that do not use the memory equally
+# well.
 #
 # ### Wrong ways to pool
 #
@@ -809,8 +826,9 @@ claim("With a single group, strided groups give the mean.", abs(after["strided g
 # * **It runs** proves nothing: all results have the right shape.
 # * **The lossless case** catches conversions that mix the wrong rows or have the wrong scale. It cannot catch *first
 #   head*: the mean of equal heads is each of them.
-# * **The real conversion** catches *first head*, but not *strided groups*: with a single group there is nothing to
-#   confuse. And without a comparison, the number of *sum* would not show that it is wrong.
+# * **The real conversion** shows that *first head* is not the mean, but only because you know the mean's number. It
+#   cannot catch *strided groups*: with a single group there is nothing to confuse. And a low number proves nothing:
+#   *sum* is a mistake, and need not come out worse than the mean. So bits per byte alone are no test of a conversion.
 #
 # No single check catches all four. The exercise's own check compares every number with the reference, so it catches all
 # four and tells them apart.

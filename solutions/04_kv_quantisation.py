@@ -96,7 +96,8 @@ predict("l04.moved", None, unit="times")
 # $$s = \frac{\max_i |x_i|}{\text{levels}}, \qquad c_i = \operatorname{round}(x_i / s), \qquad
 # |x_i - c_i s| \le \frac{s}{2}$$
 #
-# where "levels" is the largest code: 127 for 8 bits, 7 for 4 bits. Two details decide whether the bound holds:
+# where *levels* is the number of positive codes, and so the largest code: 127 for 8 bits, 7 for 4 bits. Two details
+# decide whether the bound holds:
 #
 # * A row of zeros has $s = 0$, and $0/0$ is NaN. Give it the scale 1.
 # * The scale is stored in two bytes. Dequantising multiplies by the *stored* scale, so divide by the stored scale too.
@@ -130,8 +131,8 @@ check("l04.quantise_symmetric")
 # ### See: your codes in the engine
 #
 # The engine's quantised caches have two methods: `encode` (numbers to codes and scales) and `decode` (back). Paging,
-# sharing and attention are the same for all of them. Here `encode` is yours, and the engine completes 24 prompts that the
-# model has never seen.
+# sharing and attention are the same for all of them. Here `encode` is yours, and the engine completes 24 prompts from
+# files that the model was not trained on.
 
 # %%
 from minillm.cache.paged_int8 import PagedInt8KVCache
@@ -245,7 +246,7 @@ my_pack, my_unpack = use("l04.pack_int4"), use("l04.unpack_int4")
 
 
 class MyInt4(PagedQuantizedKVCache):
-    """Your codes with seven levels, two to a byte, and one scale per token and head."""
+    """Your codes from -7 to 7, two to a byte, and one scale per token and head."""
 
     @classmethod
     def row_fields(cls, head_dim):
@@ -306,7 +307,8 @@ print(f"INT4 with a scale and a zero point for every 32 numbers: {4 + 8 * 4 / 32
 
 # %% [markdown]
 # With wide heads the claim is nearly right. The narrower the head, the larger the share of its scale. Smaller groups
-# need more scales, and INT4 needs smaller groups.
+# need more scales. INT4 is often stored in smaller groups, because its steps are coarse: a group without a large number
+# then gets finer ones. *Bytes against KL* below measures that.
 #
 # ### Are the large numbers in rows or in columns?
 #
@@ -346,13 +348,13 @@ def stripe(x: Tensor) -> Tensor:
 
 
 strongest = {}
-print("strongest channel divided by the median channel, for the clearest head of each layer:")
+print("strongest channel divided by the median channel, for the head of each layer in which this ratio is largest:")
 for name, which in (("keys", 1), ("values", 2)):
     by_layer = [float(stripe(recorded[layer][which]).max()) for layer in range(config.num_layers)]
     strongest[name] = max(by_layer)
     print(f"  {name:7}", " ".join(f"{one:.0f}" for one in by_layer))
-claim("The clearest stripe is one of the keys.", strongest["keys"] > strongest["values"], of_model=True)
-claim("Its channel is a few times the median channel, not more.", 2.5 < strongest["keys"] < 5, of_model=True)
+claim("The largest ratio is one of the keys'.", strongest["keys"] > strongest["values"], of_model=True)
+claim("It is between 2.5 and 5.", 2.5 < strongest["keys"] < 5, of_model=True)
 layer = max(range(config.num_layers), key=lambda i: float(stripe(recorded[i][1]).max()))
 head = int(stripe(recorded[layer][1]).argmax())
 keys, values = recorded[layer][1][:, head], recorded[layer][2][:, head]
@@ -363,9 +365,9 @@ ErrorMap(
 )
 
 # %% [markdown]
-# The keys of this head have stripes, its values have none. (Values of other layers have weak ones.) But the strongest
-# channel is only a few times the median channel here. In the KIVI paper's pictures of Llama 2 a few channels are far
-# above all others (quoted, not measured here). This model has the pattern, but weakly.
+# The keys of this head have clear stripes, its values at most weak ones. But the strongest channel is only a few times
+# the median channel here. In the KIVI paper's pictures of Llama 2 a few channels are far above all others (quoted, not
+# measured here). This model has the pattern, but weakly.
 #
 # ### Exercise 5: one scale per channel
 #
@@ -376,9 +378,10 @@ ErrorMap(
 # $$z = \min, \qquad s = \frac{\max - z}{15}, \qquad c = \operatorname{round}\!\left(\frac{x - z}{s}\right) \in 0 \dots 15,
 # \qquad \hat x = c \cdot s + z$$
 #
-# The zero point $z$ and the scale $s$ are stored in float16. Again, compute the codes with the stored values. Where
-# float16 rounds the zero point *above* the minimum, a code can be negative, and an unsigned byte would store -1 as 255.
-# So clamp the codes. (The engine rounds the zero point down and the scale up, so that its bound needs no exception.)
+# The zero point $z$ and the scale $s$ are stored in float16. Again, use the stored values: compute the scale from the
+# stored zero point, and the codes from both. Where float16 rounds the zero point *above* the minimum, a code can be
+# negative, and an unsigned byte would store -1 as 255. So clamp the codes. (The engine rounds the zero point down and
+# the scale up, so that its bound needs no exception.)
 
 
 # %%
@@ -387,7 +390,7 @@ def quantise_per_channel(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
 
     x:       [tokens, heads, dim] float32; tokens is a multiple of group_size
     returns: codes [tokens, heads, dim] uint8, each 0 … 15; scale and zero, both [groups, heads, dim] float16
-             (a scale that is not above 0 becomes 1)
+             (scale = (maximum - stored zero) / 15; one that is not above 0 becomes 1)
 
     Example: one channel with the values 0, 1, 3.2, 2.1 in a group of 4: zero 0, scale 3.2 / 15, codes 0, 5, 15, 10.
     """
@@ -432,15 +435,17 @@ def errors_by_direction(x: Tensor, group_size: int = 64) -> Tensor:
     return (dequantise(*my_quantise(groups, 7)) - groups).abs().flatten(1).T
 
 
-ErrorMap(
-    {"a scale per token": errors_per_token(keys)[:64], "a scale per channel": errors_per_channel(keys)[:64]},
-    title=f"Errors of INT4 keys, layer {layer}, head {head}",
+pictured = {"a scale per token": errors_per_token(keys)[:64], "a scale per channel": errors_per_channel(keys)[:64]}
+by_token, by_channel = (float(errors.mean()) for errors in pictured.values())
+claim(
+    "Errors with a scale per channel are less than half as large on average.", by_channel < by_token / 2, of_model=True
 )
+ErrorMap(pictured, title=f"Errors of INT4 keys, layer {layer}, head {head}")
 
 # %% [markdown]
 # On the left, errors are in rows: a token with one large number has a coarse scale for all its channels. On the right
-# nearly all are smaller, and the larger ones are in columns: those of the channels with a wide range. Now the average over
-# all layers, for keys and for values.
+# most are smaller, less than half as large on average, and the larger ones are in columns: those of the channels with a
+# wide range. Now the average over all layers, for keys and for values.
 
 # %%
 gains, alone = {}, {}
@@ -461,7 +466,7 @@ claim("So does the direction alone.", alone["keys"] > alone["values"], of_model=
 # **made-up** key cache: noise of size 1, and two channels that are thirty times as large. This picture is not from any
 # model.
 
-# %% tags=["expected"] alt="Made-up keys with two channels thirty times as large: with a scale per token there are errors in all channels; with a scale per channel only in the two large ones, where they are larger."
+# %% tags=["expected"] alt="Made-up keys with two channels thirty times as large: with a scale per token there are errors in all channels; with a scale per channel they are larger in the two large ones, and small in all others."
 torch.manual_seed(4)
 made_up = torch.randn(64, 64)
 large = torch.tensor([9, 40])
@@ -640,8 +645,9 @@ LineChart(
 #
 # ### Bytes against KL
 #
-# Now real layouts, with all bytes that they store for each token of a float16 model. KIVI runs in the engine's layout,
-# with keys quantised by your function. This layout keeps the newest tokens unquantised until their group of 32 is full.
+# Now real layouts, and the bytes per token that each would store for a model in float16, scales and windows included.
+# KIVI runs in the engine's layout, with keys quantised by your function. This layout keeps the newest tokens
+# unquantised until their group of 32 is full.
 #
 # That window of unquantised tokens helps too, and has nothing to do with channels. To separate the two effects, the same
 # layout runs a second time with its keys quantised *per token*.
@@ -773,12 +779,14 @@ LineChart(
 #   less.)
 # * **[Bits per byte](glossary.md#bits-per-byte) hardly change**, while KL separates the systems. Bits per byte, like
 #   [perplexity](glossary.md#perplexity), are an average in which better and worse predictions cancel. To test whether it
-#   is still the same model, use KL.
+#   is still the same model, use KL. (Lesson 3 printed another number of bits per byte for this model: it measured other
+#   texts, one at a time.)
 #
 # ### Where it loses: bytes moved
 #
-# Decoding is slow because bytes must be moved, and a smaller cache has fewer. Is it therefore faster? Count what one
-# decode step moves in PyTorch: for every operation of one layer's attention, the bytes that it reads and writes.
+# Decoding a large model is slow because bytes must be moved, and a smaller cache has fewer. Is it therefore faster?
+# Count what one decode step moves in PyTorch: for every operation of one layer's attention, the bytes that it reads and
+# writes.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -824,8 +832,8 @@ claim("INT8 and INT4 move several times the bytes of float16.", 5 * moved["float
 # %% [markdown]
 # **Dequantising everything at every step moves more bytes, not fewer.** Codes are read once. They are dequantised
 # through float32, and the resulting numbers are written and read again. In plain PyTorch a quantised cache saves *memory*
-# (more requests, longer texts) and costs time. To save time as well, the attention kernel must read the codes itself
-# and dequantise them in registers. Lesson 9 builds such a kernel, and the engine's compiled step has one for the CPU.
+# (more requests, longer texts) and moves more bytes. To move fewer, the attention kernel must read the codes itself and
+# dequantise them in registers. Lesson 9 builds such a kernel, and the engine's compiled step has one for the CPU.
 # Then the bytes moved are the bytes stored.
 #
 # It also loses where heads are narrow (the table of exercise 4), where contexts are short (KIVI's window is then most
@@ -945,9 +953,9 @@ claim(
 
 # %% [markdown]
 # Tests that compare tokens are at their weakest for quantisation. Most of its mistakes make numbers a little worse, and
-# the model tolerates that. The first three checks, a few lines of test each, find what reading hours of output would not.
-# The row counter is the opposite: each number is as exact as it should be, but in the wrong *place*, and no text is
-# right.
+# the model tolerates that. The first three checks take a few lines each, and find what hours of reading the output
+# would not. The row counter is the opposite: each number is as exact as it should be, but in the wrong *place*, and no
+# text is right.
 #
 # What does a scale of zero do? $0/0$ is NaN. Then NaN is cast to an integer, and the result of that cast is undefined:
 
@@ -969,7 +977,7 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 # | SGLang | fp8 as well, and 4-bit floats on hardware that has them |
 # | TensorRT-LLM | INT8 and fp8, scales from calibration |
 # | llama.cpp | `-ctk q8_0`, `-ctv q4_0`: blocks of 32 numbers along the head with one float16 scale, for keys and values separately |
-# | transformers | `QuantizedCache` (HQQ or quanto, 2, 4 or 8 bits): groups, and a residual window as in KIVI |
+# | transformers | `QuantizedCache` (quanto: 2 or 4 bits; HQQ: 8 bits too): groups, and a residual window as in KIVI |
 #
 # **Claims, checked.**
 #
@@ -993,6 +1001,6 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 #    depends on the model: here values do, down to three bits. Scales per channel reduce errors, of keys more than of
 #    values; measure how much of a method's gain is its window's.
 # 4. Test quantisation by its bound, with zeros and in pieces: most mistakes change few texts or none.
-# 5. Dequantising in PyTorch saves memory and costs time. Saving both needs a kernel that reads codes.
+# 5. Dequantising in PyTorch saves memory and moves several times the bytes. To save both, a kernel must read the codes.
 #
 # **Next:** lesson 5 stores the weights in fewer bits, which every step reads as well.

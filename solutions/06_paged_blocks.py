@@ -18,8 +18,9 @@
 # Operating systems solved this problem sixty years ago with **pages**: memory is divided into small pieces of one size,
 # and a table per process lists its pieces in order. In this lesson you build the same for keys and values, whose pages
 # are called **blocks**: the allocator, the table, and attention through the table. Tables make two more things
-# possible. Requests can **share** blocks with equal contents, and a shared block is copied only when a request writes
-# into it: **[copy on write](glossary.md#copy-on-write)**. Your code runs inside the engine while you watch its blocks.
+# possible. Requests that begin with the same text can **share** the blocks of that beginning, and a shared block is
+# copied only when a request writes into it: **[copy on write](glossary.md#copy-on-write)**. Your code runs inside the
+# engine while you watch its blocks.
 #
 # You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
 # PyTorch here (`enforce_eager=True`), so that your attention can replace its own and both are compared on equal terms.
@@ -37,7 +38,6 @@ from minillm.models.held_out import held_out_prompts
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.teaching.workshop.l06_pools import average_waste, examine
 from minillm.viz import CachePagesView, LiveView
-from minillm.viz.charts import Axis, LineChart, Series
 
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
@@ -78,8 +78,9 @@ claim("Most of the reserved memory would never be used.", sum(lengths) < reserve
 #    average** over its steps?
 # 2. Sixty-four requests begin with the same 512 tokens (a system prompt) and continue with 3 tokens of their own. How
 #    many prompt tokens must the model compute in all?
-# 3. One request runs alone and has nothing to share. How many times faster does paging make its decoding? (An article
-#    has a table in which paging makes generation 1.6 times as fast. It does not say for how many requests.)
+# 3. One request runs alone and has nothing to share. How many times as fast does paging make its generation, prompt
+#    included? (An article has a table in which paging makes generation 1.6 times as fast. It does not say for how many
+#    requests.)
 
 # %%
 predict("l06.waste", None, unit="slots")
@@ -167,6 +168,7 @@ def slot_mapping(block_table: list[int], start: int, num_tokens: int, block_size
 
 # %%
 check("l06.slot_mapping")
+my_slots = use("l06.slot_mapping")
 
 # %% [markdown]
 # ### Exercise 4: attention through the table
@@ -178,7 +180,7 @@ check("l06.slot_mapping")
 
 # %%
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q·k/√d)·v with GQA. q, k, v: `[tokens, heads, width]`; mask: `[num_queries, num_keys]`, True: visible."""
+    """softmax(q·k/√d)·v with GQA. q, k, v: `[tokens, heads, head_dim]`; mask: `[queries, keys]`, True: visible."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
 
@@ -191,6 +193,8 @@ def gather_attention(
     q:            [num_new, num_heads, head_dim], the last num_new of the request's seq_len tokens
     keys, values: [num_slots, num_kv_heads, head_dim], the slots of all requests; the new tokens are already stored
     returns:      [num_new, num_heads, head_dim]; use `attention` above
+
+    my_slots is your slot_mapping, or the reference if yours does not pass.
 
     Example: block_table = [3, 1], seq_len = 6, block_size = 4 reads slots 12, 13, 14, 15, 4, 5 in this order.
     """
@@ -216,8 +220,9 @@ check("l06.gather_attention")
 # %%
 from minillm.cache.block_pool import BlockPool
 
-my_allocate, my_release = use("l06.allocate"), use("l06.release")
-my_slots, my_attention = use("l06.slot_mapping"), use("l06.gather_attention")
+my_allocate = use("l06.allocate")
+my_release = use("l06.release")
+my_attention = use("l06.gather_attention")
 
 
 class MyPool(BlockPool):
@@ -331,9 +336,10 @@ def own_block(
     """Make the request the only owner of entry `index` of its block table. Everything is changed in place.
 
     keys, values: [num_slots, ...]; a new block needs the contents of the old one. `free` holds a block if one is needed.
+    my_allocate and my_release are your functions, or the references if yours do not pass.
 
-    Example: block_table = [0, 1], index = 1, ref_counts = [2, 2, 0, 0], free = [3]
-    leaves block_table = [0, 3], ref_counts = [2, 1, 0, 1], free = [], and block 3 holds what block 1 holds.
+    Example: block_table = [0, 1], index = 1, ref_counts = [2, 2, 0, 0], free = [2, 3]
+    leaves block_table = [0, 3], ref_counts = [2, 1, 0, 1], free = [2], and block 3 holds what block 1 holds.
     """
     ### BEGIN SOLUTION
     old = block_table[index]
@@ -385,8 +391,8 @@ class MyScheduler(Scheduler):
 
 # %% [markdown]
 # Four requests have a common prefix; the last of them asks for three completions. Its first completion finds the prefix
-# in the cache like the others. The second and third are **forks** of the first: they get its whole block table, the
-# partly filled last block included, and compute only the last prompt token again.
+# in the cache, like the second and the third request. Its other two completions are **forks** of the first: they get
+# its whole block table, the partly filled last block included, and compute only the last prompt token again.
 
 # %%
 beginning = 'class Inventory:\n    """Counts of the things in a shop, by name."""\n\n    def __init__(self):\n        self.counts = {}\n\n'
@@ -568,11 +574,13 @@ claim(
 )
 
 # %% [markdown]
-# **Where paging loses.** For one request it gains little or nothing: the same numbers are read from more places, and each
-# place must be looked up. On a GPU a good kernel hides the look-up, but cannot turn it into a gain. Paging also gains nothing
-# for requests that all have the same length, known in advance: then reserved buffers waste nothing, and a table is
-# overhead. Paging pays when *many* requests of *unknown* length compete for memory. Prefix caching has a cost, too:
-# requests without a common prefix pay for a hash per block and find nothing.
+# **Where paging loses.** One request has nothing to gain from paging: the same numbers are read, and each block must be
+# looked up in a table. (A ratio over 1 above is not a gain of paging: the two layouts run different PyTorch code. And
+# the blocks of a single request are consecutive here, so the engine reads them as one slice.) On a GPU a good kernel
+# hides the look-up, but cannot turn it into a gain. Paging also gains nothing for requests that all have the same
+# length, known in advance: then reserved buffers waste nothing, and a table is overhead. Paging pays when *many*
+# requests of *unknown* length compete for memory. Prefix caching has a cost, too: requests without a common prefix pay
+# for a hash per block and find nothing.
 #
 # ## Break it
 #
@@ -653,7 +661,7 @@ claim("The leak changes no token, and only the checks of the pool show it.", res
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | PagedAttention makes generation 1.6× faster (a table without batch, hardware or context) | one request gains little or nothing; the gain is in how many run together | one request alone |
+# | PagedAttention makes generation 1.6× faster (a table without batch, hardware or context) | one request has nothing to gain; the gain is in how many run together | one request alone |
 # | vLLM with PagedAttention is 2–4× faster than naive pipelines | the gain comes from a larger batch in the same memory; the paper compares with systems that reserve buffers (quoted) | how many requests fit |
 # | a sample paged cache | allocates once, stores no lengths, frees nothing, leaks on re-allocation | just above |
 #
@@ -675,10 +683,10 @@ claim("Bob finds none of Alice's blocks, and Alice finds them again.", hits[:2] 
 #
 # ## Recap
 #
-# 1. The length of a completion is unknown, so reserved buffers waste most of the memory; blocks of one size waste about
-#    half a block per request.
-# 2. A block table turns a position into a slot. Allocating, sharing and moving are bookkeeping on tables; keys and
-#    values stay where they are.
+# 1. The length of a completion is unknown, so reserved buffers waste most of the memory; blocks of one size that are
+#    shorter than most texts waste about half a block per request.
+# 2. A block table turns a position into a slot. Allocating, freeing and sharing change only tables, the free list and
+#    reference counts. Keys and values stay where they are; only copy on write copies a block.
 # 3. Equal prefixes have equal keys and values. A chain of hashes over full blocks finds them, and reference counts keep
 #    them. Leave the last token to compute, and never hash a block that is only partly filled.
 # 4. Before writing into a shared block, copy it.

@@ -85,8 +85,9 @@ predict("l07.step16", None, unit="times longer")
 #
 # ### Exercise 1: steps of static batching
 #
-# Count the steps of static batching: one step per output token, without the prompts. (The run below computes the
-# prompts, too. That does not change the count: the last step of a prompt gives the first output token.)
+# Count the steps of static batching: one step per output token, without the prompts. (The run of 32 requests below
+# computes the prompts, too. That does not change the count: each prompt there fits into one step, and that step gives
+# the first output token.)
 
 
 # %%
@@ -199,7 +200,11 @@ check("l07.admit")
 # will generate. When a running request needs a block and none is free, one request is
 # **[preempted](glossary.md#preempt)**: it loses all of its blocks and returns to the queue. Its tokens are kept; its
 # keys and values are not. When it is admitted again, they are recomputed like those of a long prompt. Only time is
-# lost. Which request should it be?
+# lost.
+#
+# It should be the least urgent request. Then the most urgent one keeps its blocks as long as another request can give
+# up its own. So it ends, its blocks become free, and the engine makes progress. And no request is set back by a less
+# urgent one.
 
 
 # %%
@@ -221,9 +226,11 @@ check("l07.choose_victim")
 # %% [markdown]
 # ## See
 #
-# The engine's scheduler is a class (`scheduler_cls`), and this is a complete one, with your decisions. It inherits the
-# two queues, `_reserve_slots` (give a request the blocks for its next tokens; false if too few are free) and `_preempt` (free
-# all blocks of a request and put it back into the queue).
+# The engine's scheduler is a class (`scheduler_cls`), and this is one with your decisions. Before every step the engine
+# calls `schedule`, which calls `_schedule_running` and then, unless a request was preempted, `_schedule_waiting` with
+# the rest of the budget. `schedule` is inherited. So are the two queues, `rank` (the pair of numbers of exercise 4),
+# `_reserve_slots` (give a request the blocks for its next tokens; false if too few are free) and `_preempt` (free all
+# blocks of a request and put it back into the queue).
 
 # %%
 from minillm.engine.scheduler import Scheduled, Scheduler
@@ -449,8 +456,8 @@ LineChart(
         Series("tokens per second", SIZES, rate),
         Series("if a step cost the same at any size", SIZES, SIZES, style="modelled"),
     ],
-    "A step takes longer with a larger batch, but grows more slowly than the batch; tokens per second rise steeply at "
-    "first and little at the end.",
+    f"A step of 32 requests takes {middle[-1]:.1f} times as long as a step of one, "
+    f"and gives {rate[-1]:.1f} times as many tokens per second.",
 )
 
 # %% [markdown]
@@ -459,7 +466,8 @@ LineChart(
 # the bytes, and the arithmetic of more requests is almost free. With long contexts each request adds the bytes of its
 # own cache: at 4096 tokens, those of 64 requests are twice the bytes of an 8B model's weights (lesson 3). On a CPU the
 # ridge comes earlier, so each further request costs more. The operator wants many tokens per second (**throughput**);
-# each user wants short steps (**latency**). A larger batch always worsens latency. It improves throughput until the
+# each user wants short waits (**latency**). A larger batch makes each step longer (on a GPU often only a little), so
+# each user's text comes more slowly; but fewer requests have to wait for a seat. It improves throughput until the
 # arithmetic is the limit.
 #
 # ### Chunks: which request waits?
@@ -562,7 +570,7 @@ for kind in (Scheduler, *BROKEN):
     served = serve_traced(engine, trickle, answers, every=2)
     del engine
     same, stall, preemptions = served.same_tokens(want), served.longest_stall(), len(served.preempted)
-    waited = served.first_step_of(6) - 12  # the long prompt, number 6, arrives before step 13
+    waited = served.first_step_of(6) - 13  # the long prompt, number 6, arrives before step 13 and could run in it
     results[kind.__name__] = (same, stall, waited, preemptions, served.steps)
     print(f"{kind.__name__:14} {same:4} of {len(want)} {served.steps:9} {stall:15} {waited:20} {preemptions:13}")
 right = results["Scheduler"]

@@ -66,10 +66,11 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 #    handles a row of 384 elements as one block. What percentage of its lanes is idle?
 # 2. Softmax can be five PyTorch operations (maximum, difference, exponential, sum, quotient) or one kernel. How many times
 #    as many bytes do the five operations move?
-# 3. Four kernels for one block have one mistake each: a copy without a mask, a softmax whose masked lanes hold 0, an
-#    RMSNorm that divides by the block size, and an RMSNorm that loads without a mask. All are right when the row fills
-#    the block. A test compares their results on a row that does *not* fill it; the memory around the row holds zeros.
-#    In how many of the four does it find the mistake?
+# 3. A **mask** switches lanes off: a masked lane loads nothing and stores nothing. Four kernels for one block have one
+#    mistake each: a copy without a mask, a softmax whose masked lanes hold 0, an RMSNorm that divides by the block
+#    size, and an RMSNorm that loads without a mask. All are right when the row fills the block. A test compares their
+#    results on a row that does *not* fill it; the memory around the row holds zeros. In how many of the four does it
+#    find the mistake?
 
 # %%
 predict("l08.idle", None, unit="%")
@@ -89,7 +90,7 @@ predict("l08.found", None, unit="of 4")
 # * `tl.arange(0, BLOCK)` is the block 0, 1, … BLOCK - 1, one number per lane. Its length must be a power of two, known
 #   when the kernel is compiled: hence `tl.constexpr`.
 # * `out_ptr + place` is a block of addresses.
-# * `mask` says which lanes are on. The others are **masked**: they load nothing and store nothing.
+# * `mask` says which lanes are on. The others are masked.
 #
 # A kernel is launched with a **grid**, the number of programs, in square brackets.
 
@@ -108,8 +109,9 @@ stamp_kernel[(2,)](out, 13, BLOCK=8)
 print(out.tolist())
 
 # %% [markdown]
-# Here is the same as a picture. `find_writers` launches the kernel with a grid of one program, then of two, and so on. What
-# is new after a launch was written by the program that was added. So it works for any kernel, including yours.
+# Here is the same as a picture. `find_writers` launches the kernel with growing grids, each with exactly one program
+# that has not run before. What is new after a launch was written by that program. So it works for any kernel whose
+# programs write different elements, including yours.
 
 # %% tags=["expected"] alt="Thirteen elements in a row and two programs of eight lanes: program 0 writes elements 0 to 7, program 1 writes 8 to 12; its last three lanes are masked and therefore hatched."
 find_writers(lambda grid, out: stamp_kernel[(grid[1],)](out, 13, BLOCK=8), (1, 13), (1, 8), "stamp_kernel, 13 elements")
@@ -145,7 +147,7 @@ check("l08.lanes")
 # Softmax and RMSNorm sum over a row, so one program must see the whole row. Its block size is the number of columns,
 # rounded up to a power of two. The share of idle lanes depends on the number of columns alone:
 
-# %% tags=["expected"] alt="Share of idle lanes against columns per row, one block per row: zero at powers of two, just under half right after each of them, 25 percent at 384."
+# %% tags=["expected"] alt="Share of idle lanes against columns per row, one block per row: zero at powers of two, most right after each of them (nearly half from 128 on), 25 percent at 384."
 my_lanes = use("l08.lanes")
 
 
@@ -166,11 +168,12 @@ LineChart(
     Axis("columns of a row", ticks=(64, 128, 256, 384, 512, 768, 1024)),
     Axis("idle lanes, per cent"),
     [Series("next power of two", widths, [idle(width) for width in widths], style="modelled")],
-    "Idle lanes: none at powers of two, nearly half just above them, 25 % at 384 and at 768.",
+    "Idle lanes: none at powers of two, most just above them (nearly half from 128 on), 25 % at 384 and at 768.",
 )
 
 # %% [markdown]
-# An idle lane computes, but it moves no bytes. Where memory is the limit, as for all kernels of this lesson, it costs little.
+# An idle lane computes, but it moves no bytes. Where memory is the limit, as it is for these kernels on large tensors,
+# it costs little.
 #
 # ### Exercise 2: copy rows
 #
@@ -203,8 +206,9 @@ def copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constex
 check("l08.copy_kernel")
 
 # %% [markdown]
-# The check puts NaN around each tensor, and into the result before your kernel runs. So `nan` in what you *got* is an
-# element that was never written, and *numbers written beyond out* counts the elements of other memory that you overwrote.
+# The check puts NaN around each tensor, and into the result before your kernel runs. So a `nan` in what you *got* was
+# never written, was read from outside a tensor, or is the result of something like ∞/∞. *numbers of out never written*
+# counts the first kind. *numbers written beyond out* counts the elements of other memory that you overwrote.
 #
 # ### See: your programs on a tensor
 #
@@ -734,7 +738,7 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 # | an article on caches: optimised CUDA kernels reduce the use of memory bandwidth | fewer *bytes* is right, by the factors in the table. But PyTorch's own softmax is such a kernel already | bytes and launches |
 # | a fused kernel is faster | only where the bytes take most of the time. For the norm of one token the launch does | where it loses (modelled) |
 # | it passes the tests, so it is right | right where the row fills its block; two of four mistakes pass a test with a remainder too | break it |
-# | tested in the interpreter, so it runs on a GPU | its results are tested; races, undefined values in masked lanes and illegal reads do not show there | exercises 2 and 3 explain it |
+# | tested in the interpreter, so it runs on a GPU | its results are tested. Races, undefined values in masked lanes and illegal reads do not show there by themselves; this lesson's checks look for the last two separately | exercises 2 and 3 and *Break it* explain it |
 #
 # **Papers.** Tillet, Kung and Cox 2019, *Triton: an intermediate language and compiler for tiled neural network
 # computations*. Milakov and Gimelshein 2018, *Online normalizer calculation for softmax* (the step from this lesson to the

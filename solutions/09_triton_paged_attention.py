@@ -144,8 +144,8 @@ claim("Merged block by block (the last has 6 of 16 keys), attention is the same 
 # rows read               112…127  32…47  144…148    the other slots of block 9 hold no token
 # ```
 #
-# The first lines are given: the request and KV head of this program, and the queries of its heads. Write the loop and the
-# store. Three details of Triton:
+# The first lines are given: the request and KV head of this program, the queries of its heads, and `place`, the offsets
+# 0 … BLOCK_SIZE - 1 of the slots in a block. Write the loop and the store. Three details of Triton:
 #
 # * Sides of a [tile](glossary.md#tile) must be powers of two, so a group of 3 heads is padded to 4 (`PAD_GROUP`), and
 #   `is_head` masks the fourth.
@@ -383,9 +383,10 @@ check("l09.split_kernel")
 # %% [markdown]
 # ### Exercise 4: merge by LSE
 #
-# A second, small kernel merges the parts. Part $i$ holds $e^{L_i}$ of the whole sum, so
+# A second, small kernel merges the parts. Part $i$ has stored $a_i = o_i / l_i$, and it holds $e^{L_i}$ of the whole
+# sum. So the attention output $a$ is
 #
-# $$o = \frac{\sum_i e^{L_i}\, o_i}{\sum_i e^{L_i}}$$
+# $$a = \frac{\sum_i e^{L_i}\, a_i}{\sum_i e^{L_i}}$$
 #
 # with the largest $L$ subtracted first, so that nothing overflows. It is your `merge` again, for parts that are already
 # divided by their own $l$.
@@ -419,8 +420,9 @@ def merge_kernel(
 check("l09.merge_kernel")
 
 # %% [markdown]
-# Now both kernels run in the engine, with the keys split into four parts. A prompt has enough programs without parts, so the
-# engine's own attention computes it. The picture shows the same two requests as above.
+# Now both kernels run in the engine, with the keys split into four parts. A prompt has enough programs without parts,
+# so only decode steps are split; the engine's own attention computes the prompt. The picture shows the same two
+# requests as above.
 
 # %% tags=["expected"] alt="The same two requests with the keys cut into four parts: sixteen programs. Each has one tile or none; the tiles of the other programs are outlined."
 from minillm.ops.paged_attention import paged_attention
@@ -462,9 +464,10 @@ both
 # writes them to memory. So the cache is smaller, but a step moves *more* bytes than with a 16-bit cache that is read in
 # place. A kernel can load the codes and dequantise them in registers, so that only the codes and scales move.
 #
-# All channels of a key share one scale, so the scale is a factor of the *score*: $q \cdot (s\,c) = s\,(q \cdot c)$. Multiply
-# BLOCK_SIZE scores by their scales, instead of BLOCK_SIZE · DIM elements of the keys. For the values, multiply the rows (or
-# their weights).
+# All channels of a key share one scale. A key with the codes $c$ and the scale $\sigma$ is $\sigma\,c$, so its scale is
+# a factor of the *score*: $q \cdot (\sigma\,c) = \sigma\,(q \cdot c)$. For each query head, multiply BLOCK_SIZE scores
+# by the scales of the keys, instead of BLOCK_SIZE · DIM elements of the keys. (These scales are at `k_scale_ptr`; the
+# argument `scale` is still 1 / √DIM.) For the values, multiply the rows (or their weights).
 #
 # The rest is given again. Write the five or six lines between computing the addresses and storing the result.
 
@@ -698,8 +701,7 @@ for tokens_in_prompt in (16, 512, 4096):
     print(f"prompt of {tokens_in_prompt:4}: {read:9,} keys read per KV head, {read / tokens_in_prompt:6.1f} times each")
 
 # %% [markdown]
-#   The engine's own kernel puts several queries into one tile, and so does FlashAttention: a tile of 64 queries reads each
-#   key once for all of them.
+#   The engine's own kernel and FlashAttention do this: they put several queries into one tile.
 # - *Short requests.* With a few hundred tokens the launch takes longer than the reading, and parts add a second launch.
 # - *Many requests.* With 32 requests of similar length and 8 KV heads there are 256 programs already, and parts only add bytes.
 # - *Tensor cores.* `tl.sum` of products uses none. As long as few queries share a key, reading is the bottleneck and that
@@ -712,9 +714,10 @@ for tokens_in_prompt in (16, 512, 4096):
 #
 # ### Forget the mask of the last block
 #
-# Two things deal with slots that hold no token: the mask of the loads, and -inf for the scores. Each of the two kernels below
-# lacks one of them (the check of exercise 2 recognises both mistakes). **Guess first:** for which lengths is the result still right,
-# and does it matter what the unused slots of the block hold?
+# Two things deal with slots that hold no token: the mask of the loads, and -inf for the scores. Of the two broken
+# kernels below, the first does not set the scores to -inf; the second loads its keys with a mask and its values
+# without. (The check of exercise 2 recognises both mistakes.) **Guess first:** for which lengths is the result still
+# right, and does it matter what the unused slots of the block hold?
 
 # %%
 from minillm.teaching.registry import find

@@ -13,18 +13,18 @@
 # to compute them again?*
 #
 # A [prefix cache](glossary.md#prefix-caching) uses keys and values again in the one case that is always right: the same
-# tokens stand at the same place behind the same text. It takes no more than a hash. This lesson leaves that case in
+# tokens stand at the same place, after the same text. It takes no more than a hash. This lesson leaves that case in
 # three ways:
 #
 # * keys and values lie **elsewhere**, on a disk or behind a slow link. Loading takes time, too;
 # * the text stands at **another position**, because something before it was edited. Its keys are rotated for the old
 #   one;
-# * the text stands behind **another text**. Then its keys and values are not those that the model would compute, and
-#   somebody has to keep apart what is exact and what is approximate.
+# * the text stands after **another text**. Then its keys and values are not those that the model would compute, and
+#   somebody has to keep track of what is exact and what is approximate.
 #
-# You compute from how many tokens on loading pays, split a transfer so that the processor works while the link is busy,
-# move keys to other positions, and write the rule that decides which entry of a store may be used. Your functions run
-# inside the engine's own methods: documents on disk (MatKV), partial recomputation (KVPR), edited prompts (PIE).
+# You compute how long a text must be for loading to pay, split a transfer so that the processor works while the link is
+# busy, move keys to other positions, and write the rule that decides which entry of a store may be used. Your functions
+# run inside the engine's own methods: documents on disk (MatKV), partial recomputation (KVPR), edited prompts (PIE).
 #
 # You need lesson 1 (RoPE), lesson 2 (the cache) and lesson 6 (blocks and the prefix cache). Everything runs on a
 # laptop's CPU. The engine runs each step as one [compiled function](glossary.md#compiled-step), which is compiled the
@@ -93,7 +93,7 @@ claim("They take more than a thousand times the bytes of the text.", KV_BYTES * 
 #    long as recomputing all of it from the activations, the inputs of the layers. Activations are half as large as keys
 #    and values, and must first cross the same link. After that, recomputing some tokens and sending the keys and values
 #    of the others run at the same time. How many percent of the time can you save?
-# 3. A comment is inserted into a file, or a line deleted, at a quarter of its length. The keys behind it are only
+# 3. A comment is inserted into a file, or a line deleted, at a quarter of its length. The keys after it are only
 #    rotated, not computed again. Of 100 tokens at the end of the file, for how many does the model still predict the
 #    same next token?
 
@@ -115,7 +115,7 @@ predict("l14.agree", None, unit="of 100")
 
 # %%
 def break_even_tokens(kv_bytes: float, bandwidth: float, latency: float, seconds_per_token: float) -> float:
-    """Return the number of tokens from which on loading keys and values is faster than computing them.
+    """Return the number of tokens, not rounded, from which on loading keys and values is faster than computing them.
 
     kv_bytes:          bytes of one token's keys and values
     bandwidth:         bytes per second
@@ -158,13 +158,15 @@ links = {
     "host memory over 16 of them": 16 * LANE,
 }
 needed, in_layers = {}, LLAMA_8B.parameters - EMBEDDING
-print(f"\nfrom how many tokens on loading pays; {LLAMA_8B.kv_bytes:,} bytes per token, latency 0.1 ms (modelled)")
+print(
+    f"\nhow many tokens it takes until loading pays; {LLAMA_8B.kv_bytes:,} bytes per token, latency 0.1 ms (modelled)"
+)
 print(f"{'':29}{'GB/s':>6}{'compute at peak':>18}{'at 40% of it':>15}")
 for name, bandwidth in links.items():
     for share in (1.0, 0.4):
         seconds = 2 * in_layers / (share * H100.flops)
         needed[name, share] = my_break_even(LLAMA_8B.kv_bytes, bandwidth, 1e-4, seconds)
-    shown = (f"{n:,.0f}" if math.isfinite(n) else "never" for n in (needed[name, 1.0], needed[name, 0.4]))
+    shown = (f"{math.ceil(n):,}" if math.isfinite(n) else "never" for n in (needed[name, 1.0], needed[name, 0.4]))
     print(f"{name:29}{bandwidth / 1e9:6.2f}" + "".join(f"{t:>{w}}" for t, w in zip(shown, (18, 15), strict=True)))
 balance = LLAMA_8B.kv_bytes / (2 * in_layers / H100.flops)
 print(
@@ -183,7 +185,8 @@ claim("From host memory it always pays, from a few tokens on.", needed["host mem
 # The bandwidth at which both are equally fast is **KV bytes per token over seconds per token**. A faster processor
 # raises it; a cache with fewer bytes (grouped heads, INT8) lowers it.
 #
-# Now your machine. The file was just written, so the system has it in memory: this is no disk, but the best case.
+# Now your machine. The file was just written, so the system still has it in memory: this is the best case, not the
+# speed of a disk. Times are processor time of this thread, so the work of other programs does not count.
 
 # %% tags=["nbval-ignore-output"]
 pieces_of = [texts[0][: len(texts[0]) * n // 8] for n in (1, 4, 8)]
@@ -197,7 +200,8 @@ PER_TOKEN = compute[1] / len(pieces_of[1])
 bandwidth = KV_BYTES * (len(pieces_of[2]) - len(pieces_of[0])) / max(load[2] - load[0], 1e-9)
 latency = max(0.0, load[0] - KV_BYTES * len(pieces_of[0]) / bandwidth)
 print(
-    f"from these: {bandwidth / 1e9:.2f} GB/s and {latency * 1e3:.2f} ms before; computing {PER_TOKEN * 1e6:.0f} µs per token"
+    f"from these: {bandwidth / 1e9:.2f} GB/s and {latency * 1e3:.2f} ms of latency; "
+    f"computing {PER_TOKEN * 1e6:.0f} µs per token"
 )
 print(f"loading pays from {my_break_even(KV_BYTES, bandwidth, latency, PER_TOKEN):.1f} tokens on")
 reveal("l14.load", round(compute[2] / load[2], 1))
@@ -209,7 +213,7 @@ claim("The longer text gains more than the short one.", compute[2] / load[2] > c
 #
 # Below a `Reader` fetches documents over a link that is slower on purpose: four times as fast as computing, after a
 # latency of 100 tokens' computing. It loads a document if it has at least as many tokens as *your* function says, and
-# computes it otherwise. Which it did is compared with the faster of both.
+# computes it otherwise. Its choice is then compared with the faster of the two ways.
 
 # %% tags=["nbval-ignore-output"]
 link = offload.Link(4 * KV_BYTES / PER_TOKEN)
@@ -245,8 +249,11 @@ print(f"{after.num_cached_tokens} of {len(texts[0])} tokens came from the prefix
 claim("Loaded or computed: the request writes the same text.", after.outputs[0].token_ids == plain.outputs[0].token_ids)
 
 # %% [markdown]
-# This document stands where it was computed: at the beginning. So its keys and values are exact, to the last bit. That
-# ends in exercise 3.
+# Near the break-even both ways take about as long, and either may be faster: your number comes from a text of half the
+# full length, and in a shorter text a token usually takes less time to compute.
+#
+# This document stands where it was computed: at the beginning. So its keys and values are exact, to the last bit. From
+# exercise 3 on that is not always so.
 #
 # ### Exercise 2: the overlap split
 #
@@ -262,8 +269,9 @@ claim("Loaded or computed: the request writes the same text.", after.outputs[0].
 #
 # $$T(l) = \frac{l \cdot \text{hidden bytes}}{\text{bandwidth}} + \max\left(l \cdot \text{seconds per token},\ \frac{(n - l) \cdot \text{KV bytes}}{\text{bandwidth}}\right)$$
 #
-# Nothing is computed before the activations are there, so their time is added. It pays only if activations are smaller
-# than the keys and values that they replace.
+# Here *hidden bytes* are those of one token's activations, and *seconds per token* is only the time to recompute its
+# keys and values from them, less than in exercise 1. Nothing is computed before the activations are there, so their
+# time is added. It pays only if activations are smaller than the keys and values that they replace.
 
 
 # %%
@@ -319,7 +327,7 @@ for name, (hidden, kv) in shapes.items():  # numbers per layer; sending all take
 LineChart(
     "A cache comes back; sending all of it would take as long as recomputing it (modelled)",
     Axis("share of the tokens that are recomputed"),
-    Axis("time, of sending everything"),
+    Axis("time, as a share of sending everything"),
     curves,
     "; ".join(f"{name}: least at {split / N:.0%}" for name, split in best.items()),
 )
@@ -347,8 +355,9 @@ claim(
 # The bundled model would gain nothing, so it is given another form: each KV head is copied for every query head that
 # uses it. That is multi-head attention, the same function with a larger cache. (Nobody would do this to save time; it
 # stands for the models for which KVPR was made.) Its cache is sent over a link that is throttled to half the speed of
-# recomputing. The link is a thread that sleeps; the products are real. (The speed of recomputing is measured just before.
-# If the machine was busy then, and is not during the transfers, recomputing all can be the fastest. Run the cell again.)
+# recomputing. The link is a thread that sleeps; the products are real. These are wall-clock times. (The speed of
+# recomputing is measured just before. If the machine was busy then, and is not during the transfers, recomputing all
+# can be the fastest. Run the cell again.)
 
 # %% tags=["expected", "nbval-ignore-output"] alt="Three transfers over time, with a lane for the link and one for computing. Send everything: one long bar on the link. Best split: activations cross first, then recomputing and sending the rest run at the same time and end together; it is the shortest. Recompute all: activations on the link, then recomputing alone."
 with moving.multi_head("minicoder", num_kv_blocks=2 * LIMIT // 16, **SIZE) as wide:
@@ -401,7 +410,7 @@ claim("The best split is faster than sending everything.", balanced < sent, meas
 claim("It is faster than recomputing all, too.", balanced < transfers["recompute all"].seconds, measured=True)
 
 # %% [markdown]
-# KVPR's result in the paper: a GPU, and a cache in host memory behind PCIe, where the link is much slower than the
+# The paper measured KVPR on a GPU with the cache in host memory, behind PCIe. There the link is much slower than the
 # arithmetic.
 
 # %%
@@ -417,7 +426,7 @@ claim(
 # %% [markdown]
 # ### Exercise 3: move keys
 #
-# Somebody edits line 20 of a file with 100 lines. The prefix cache has everything before the edit. Everything behind it
+# Somebody edits line 20 of a file with 100 lines. The prefix cache has everything before the edit. Everything after it
 # stands at other positions, and its keys have [RoPE](glossary.md#rope) inside, for the old ones. But rotations add up:
 # a key at position p is $R(p)\,k$, and
 #
@@ -455,7 +464,7 @@ check("l14.rerotate")
 # %% [markdown]
 # ### See: the suffix turns
 #
-# A small edit: a parameter list gets longer. Behind it everything moves by the same number of positions, and each
+# A small edit: a parameter list gets longer. After it everything moves by the same number of positions, and each
 # channel pair turns by its own angle: the fast ones by a lot, the slow ones by next to nothing.
 
 # %% tags=["expected"] alt="Two rows of tokens. Before: a prefix, three removed tokens, a suffix. After: the same prefix, five new tokens, and the suffix two positions further to the right, joined by a band. Below, five dials, each with a dashed hand for the old position and a solid one for the new: the first turns by 115 degrees, the last by less than two thousandths of a degree."
@@ -561,7 +570,7 @@ def find_entry(entries: list[Key], wanted: Key) -> tuple[int, int, bool] | None:
     Both have .text, .before, .start, .model, .dtype and .format, as in the table above.
     The first exact entry is used; if there is none, the first usable one.
 
-    Example: the same text, model, dtype and format; stored at 0 with nothing before it, wanted at 40 behind other
+    Example: the same text, model, dtype and format; stored at 0 with nothing before it, wanted at 40 after other
     tokens: (0, 40, False).
     """
     ### BEGIN SOLUTION
@@ -579,7 +588,7 @@ check("l14.find_entry")
 
 # %% [markdown]
 # Your rule in a store. A file is cut into three documents. The store has each of them, computed *alone*, and the second
-# one also as it stands behind the first. A prompt puts them one after the other, and asks for the tokens that follow.
+# one also as it stands after the first. A prompt puts them one after the other, and asks for the tokens that follow.
 #
 # What is exact is put into the prefix cache like any other prompt's blocks. What is not gets a **[cache
 # salt](glossary.md#cache-salt)** of its own, so that no other request finds it.
@@ -610,19 +619,20 @@ claim(
     all(its.kl < 1e-6 for made, its in results.values() if made.exact),
 )
 claim(
-    "The second document behind the first is found as it was computed there.",
+    "The second document after the first is found as it was computed there.",
     results["first, second"][0].used == [0, 3],
 )
-claim("The third one was never computed behind those two: approximate.", not results["all three"][0].exact)
+claim("The third one was never computed after those two: approximate.", not results["all three"][0].exact)
 
 # %% [markdown]
 # ## Measure
 #
 # ### Documents on disk (MatKV): quality
 #
-# MatKV (Shin et al. 2025) builds a system from the case *all three* of exercise 4: documents are computed alone, once,
-# and stored; a prompt is put together from them. Nothing attends across documents, except the question. The engine's
-# `DocumentStore` does it, with your rotation. How much is lost, and how much of it does the rotation save? For
+# MatKV (Shin et al. 2025) builds a system from such approximate entries: each document is computed alone, once, and
+# stored; a prompt is put together from them. (In exercise 4 the second document was found as computed after the first.
+# Here each one was computed alone.) No document attends to another. Only the question attends to all of them. The
+# engine's `DocumentStore` does it, with your rotation. How much is lost, and how much of it does the rotation save? For
 # comparison: a prompt with the last document alone, computed as usual.
 
 # %%
@@ -639,7 +649,7 @@ for text in texts:
     for name in ("rotated", "as stored"):
         llm.reset_prefix_cache()
         loaded[name].append(moving.served(llm, rotating.prompt(pieces, asked, rerotate=name == "rotated")))
-print(f"three documents of {third} tokens and {moving.SCORED} tokens behind them, {len(texts)} files")
+print(f"three documents of {third} tokens and {moving.SCORED} tokens after them, {len(texts)} files")
 print(f"{'':16}{'KL':>9}{'same argmax':>14}")
 matkv = {name: moving.Difference.between(plain_rows, rows) for name, rows in loaded.items()}
 for name, its in matkv.items():
@@ -695,7 +705,7 @@ claim("Loading is at least twice as fast here.", whole > 2 * compared[1].seconds
 
 # %% tags=["nbval-ignore-output"]
 taken = {}
-print("edit at      tokens behind it    recompute        PIE")
+print("edit at       tokens after it    recompute        PIE")
 for place in (0.05, 0.5, 0.985):
     edit = moving.edits(llm, texts[:1], place)[0]
     again = moving.update_seconds(llm, edit, lambda salt, edit=edit: {"prompt_token_ids": edit.after}, rounds=2)
@@ -717,7 +727,8 @@ claim(
 # * *KVPR* loses wherever activations are not smaller than keys and values: with most models that have grouped heads, as
 #   nearly all newer ones do (exercise 2).
 # * *PIE* gains little near the end of a text, or loses: there the suffix is short. And it is approximate: the suffix
-#   remembers the text before the edit.
+#   remembers the text before the edit. The edits of exercise 3 are mild, and far from the tokens that are scored. If a
+#   variable is renamed, later tokens still remember the old name; that is not measured here.
 # * *MatKV* loses quality: no document knows of another one.
 #
 # ## Break it
@@ -785,8 +796,9 @@ claim(
 # * **Moved is called exact** is the worst one: the request itself shows nothing, and *every other* request with this
 #   prefix now gets approximate keys. A salt prevents this.
 #
-# The engine's `DocumentStore` puts all of it into the name of the file: a hash of the format, the weights, the dtype,
-# the quantisation and the tokens. An entry that does not fit is simply not found. And it always uses a salt.
+# The engine's `DocumentStore` puts all of it into the name of the file: a hash of the format, a sample of every weight
+# tensor, the dtype, the quantisation and the tokens. An entry that does not fit is simply not found. And it always uses
+# a salt.
 #
 # ## In the field
 #
@@ -822,13 +834,13 @@ store_folder.cleanup()
 #
 # ## Recap
 #
-# 1. Loading pays above a bandwidth of KV bytes per token over seconds per token, from latency / (compute time − load
-#    time of a token) tokens on.
-# 2. A link and a processor can work at the same time: recompute so many tokens that both end together, if activations
-#    are smaller than keys and values. With grouped heads they mostly are not.
+# 1. Loading pays above a bandwidth of KV bytes per token over seconds per token, and if the text has more than latency
+#    / (compute time of a token − load time of a token) tokens.
+# 2. A link and a processor can work at the same time: recompute as many tokens as makes both end together, if
+#    activations are smaller than keys and values. With grouped heads they mostly are not.
 # 3. A rotation moves keys to another position, exactly. It does not change what a token had attended to when its key
 #    was computed, so keys of deeper layers stay approximate.
 # 4. An entry fits if text, weights, dtype and format are equal; it is exact only if the same text was before it.
 # 5. What is approximate must never be found by a request that did not ask for it.
 #
-# **Next:** lesson 15 puts the pieces together, and completes code in less than 100 ms.
+# **Next:** lesson 15 puts the pieces together, and asks whether one core can complete code in less than 100 ms.

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 15. Capstone: a completion under 100 ms
 #
-# **Question.** *A programmer stops typing for a moment. Can one core of a CPU complete the code by 24 tokens in a tenth of a
+# **Question.** *A programmer stops typing for a moment. Can one core of a CPU add 24 tokens to the code in a tenth of a
 # second?*
 #
 # A person perceives a tenth of a second as about "at once". A source of this course promises "sub-100 ms inference" and
@@ -18,8 +18,8 @@
 # **warm** that it has just completed it, as when an editor asks again in the same file. Everything counts: tokenising,
 # queueing, the prompt, the new tokens, Python, detokenising.
 #
-# You start with plain PyTorch and repeat one loop six times: **predict** where the time goes, **measure** it, find
-# the largest part, change it, measure again. Several of the lessons before this one come back as a bar of a picture. One
+# You start with plain PyTorch and repeat one loop six times: **predict** where the time goes, **measure** it, choose
+# a large part, change it, measure again. Several of the lessons before this one come back as a bar of a picture. One
 # change makes it slower, and two gain little, or lose.
 #
 # The first run [compiles two functions](glossary.md#compiled-step) for your processor, which takes most of its time.
@@ -85,7 +85,7 @@ predict("l15.faster", None, unit="times")
 # | `RequestAdded` | tokenise: turn text into tokens |
 # | `StepStarted` | queue: waiting for a step |
 # | `StepRan prefill` | prefill: the prompt, or a chunk of it |
-# | `DraftProposed` | draft: the draft model |
+# | `DraftProposed` | draft: proposing draft tokens, by a draft model or by a search (steps 5 and 6) |
 # | `StepRan decode`, `StepRan verify` | target: the target model |
 # | `Detokenised` | detokenise: turn a token into text |
 # | anything else | python |
@@ -159,9 +159,9 @@ claim(
 LatencyWaterfall("24 tokens after 200: the start", rows)
 
 # %% [markdown]
-# The picture shows what is *not* worth improving: tokenising, detokenising and the queue. (A single request never waits.)
-# Two parts count: the prompt and the new tokens. As lesson 3 found, arithmetic limits the prompt and memory the new tokens.
-# By how much?
+# The picture shows what is *not* worth improving: tokenising, detokenising and the queue. (A single request does not
+# wait for others; what is left of the queue is the engine's own work before a step.) Two parts count: the prompt and
+# the new tokens. As lesson 3 found, arithmetic limits the prompt and memory the new tokens. By how much?
 #
 # ### Profile
 #
@@ -183,7 +183,7 @@ claim("Fewer than one operation in ten multiplies by a weight.", 0 < products < 
 # (all weights are read once for every token) and *calls* (each operation takes a microsecond or more before it does
 # anything).
 #
-# ### Exercise 2: what does a step take at least?
+# ### Exercise 2: what is the least time that a step takes?
 #
 # Put bytes, calls and arithmetic (lesson 3) into one formula.
 
@@ -278,10 +278,11 @@ claim(
 claim("For one token, bytes take longer than arithmetic.", moved / bandwidth > decode_work / rate, measured=True)
 
 # %% [markdown]
-# So calls and bytes limit a token, and arithmetic limits the prompt. For one token the measured time is longer than the
-# modelled one: a product with one row may not reach the bandwidth of a copy, and Python needs time between two calls.
-# For the prompt it can be longer, because attention and norms do not reach the rate of a large product, or shorter,
-# because products of other shapes may run faster than the one that was measured.
+# In the model, calls and bytes limit a token, and arithmetic limits the prompt. But look how much of a token's measured
+# time the model explains. What it leaves out may be large: a product with one row may not reach the bandwidth of a
+# copy, other operations may cost more than an addition of 8 numbers, and Python needs time between two calls. For the
+# prompt the measured time can be longer than the modelled one, because attention and norms do not reach the rate of a
+# large product, or shorter, because products of other shapes may run faster than the one that was measured.
 #
 # ### Step 1: reuse the cached prompt
 #
@@ -310,8 +311,8 @@ print(f"{output.num_cached_tokens} of {len(ids)} prompt tokens were cached; forw
 #
 # ### Step 2: INT8 weights
 #
-# INT8 weights have a quarter of the bytes (lesson 5), and bytes are the largest modelled part of a token. **Predict**
-# what they do to the green part (target) of plain PyTorch.
+# INT8 weights have a quarter of the bytes (lesson 5), and in the model above a token's bytes take longer than its
+# arithmetic. **Predict** what INT8 weights do to the green part (target) of plain PyTorch.
 
 # %% tags=["nbval-ignore-output"]
 eager_int8 = LLM(name, enforce_eager=True, quantization="int8", **options)
@@ -342,13 +343,14 @@ del eager_int8
 # dequantise the weights first. The cast reads a byte and writes four, the scaling reads and writes four, and the product
 # reads four. That is four times as many bytes as before (many of them in caches, or it would be worse), and more calls. The
 # checkpoint is smaller, but the step is not faster. *Quantisation saves bytes only where the dequantising happens inside
-# the loop that multiplies.* PyTorch does not let you write that loop. numba does.
+# the loop that multiplies.* With eager PyTorch's operations you cannot write that loop (a compiler such as
+# `torch.compile` may generate it). With numba you can.
 #
 # ### Exercise 3: your own product
 #
 # numba compiles a Python function to machine code. Two things decide whether this code is fast: how many numbers one
 # instruction handles (**SIMD**), and in which order it reads memory. `minillm.ops.cpu` solves both with a memory layout. A
-# **[panel](glossary.md#panel)** is sixteen rows of W with their columns interleaved:
+# **[panel](glossary.md#panel)** is sixteen rows of W, stored column by column:
 
 # %%
 import numpy as np
@@ -432,10 +434,10 @@ del with_kernel, layers
 LatencyWaterfall("Your own product inside plain PyTorch", [Latency("plain PyTorch", seconds["plain"]), own_row])
 
 # %% [markdown]
-# A better product alone helps by the factor above, but it leaves the other calls and the four bytes per weight as they
-# are. To see what a call costs, take a product so small that its arithmetic takes almost no time, and compute it in three ways: as
-# a PyTorch operation, as a call of your function from Python, and as a call of your function *from a compiled
-# function*.
+# What another product alone changes is the factor above. It leaves the other calls and the four bytes per weight as
+# they are. To see what a call costs, take a product so small that its arithmetic takes almost no time, and compute it
+# in three ways: as a PyTorch operation, as a call of your function from Python, and as a call of your function *from a
+# compiled function*.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -521,9 +523,9 @@ claim(f"The compiled step generates the same {NEW_TOKENS} tokens as plain PyTorc
 # %% [markdown]
 # Both parts gain, for different reasons. A decode step gains because it has fewer calls and bytes. The prompt's 200 rows
 # share their calls and bytes, so its gain is mostly faster arithmetic: in the tiles, and in attention and norms, which this
-# lesson does not measure apart. How fast can this machine compute at all? Measure prompts of other lengths: longer ones
-# keep the tiles full, and the operands of shorter ones stay in the processor's cache. The highest rate of all is one more
-# measurement of the limit.
+# lesson does not measure separately. How fast can this machine compute at all? Measure prompts of other lengths: longer
+# ones keep the tiles full, and the operands of shorter ones stay in the processor's cache. The highest rate of all is
+# one more measurement of the limit.
 
 # %% tags=["nbval-ignore-output"]
 
@@ -544,12 +546,13 @@ rates = {"float32": max(rate, rate_of(compiled))}
 print(f"in float32: PyTorch's product {rate / 1e9:.0f} G operations/s, the fastest so far {rates['float32'] / 1e9:.0f}")
 
 # %% [markdown]
-# > A true story about this part (its numbers are quoted from the log of that day, on another machine). For a while the blue bar was *twice* as
-# > long as it should be, in some runs and not in others. Other programs on the machine seemed to be the cause. Then the same
-# > product was timed in two processes. One had just compiled the step and took 57 ms for 512 tokens; the other had loaded it
-# > from disk and took 140 ms. In the second, LLVM had unrolled the loop over k and needed more registers than there are. So
-# > it **spilled** the 24 sums: it wrote them to memory and read them back in every iteration. Now `register_tiles.py` tells
-# > LLVM not to unroll that loop. A time that varies has a cause. Look at the machine code.
+# > A true story about this part (its numbers are quoted from the log of that day, on another machine). For a while the
+# > blue bar was more than *twice* as long as it should be, in some runs and not in others. Other programs on the
+# > machine seemed to be the cause. Then the same product was timed in two processes. One had just compiled the step and
+# > took 57 ms for 512 tokens; the other had loaded it from disk and took 140 ms. In the second, LLVM had unrolled the
+# > loop over k and needed more registers than there are. So it **spilled** the 24 sums: it wrote them to memory and
+# > read them back in every iteration. Now `register_tiles.py` tells LLVM not to unroll that loop. A time that varies
+# > has a cause. Look at the machine code.
 #
 # ### Step 4: W8A8
 #
@@ -557,8 +560,9 @@ print(f"in float32: PyTorch's product {rate / 1e9:.0f} G operations/s, the faste
 # (lesson 5), and the products become products of *bytes*. An instruction with 16 float lanes has 64 byte lanes
 # ([VNNI](glossary.md#vnni); a processor without it multiplies pairs of 16-bit numbers instead and gains less; the line
 # printed below says what this machine gains). That is a quarter of plain PyTorch's bytes per weight, and with VNNI up to
-# four times as many products per instruction. The price: it is lossy. (The weights of the LM
-# head are INT8 too, but its inputs are quantised to two bytes each, which costs next to nothing in quality.)
+# four times as many products per instruction. A whole forward gains less: attention and norms still compute in floats,
+# and the activations must be quantised first. The price: it is lossy. (The weights of the LM head are INT8 too, but its
+# inputs are quantised to two bytes each, which costs next to nothing in quality.)
 
 # %% tags=["nbval-ignore-output"]
 began = time.perf_counter()
@@ -600,9 +604,10 @@ print(f"tokens before the first that differs: {first}")
 #
 # ### Step 5: a draft model on top
 #
-# [Speculative decoding](glossary.md#speculative-decoding) reduces the number of steps: a small *[draft](glossary.md#draft)*
-# model proposes γ tokens. The target verifies all of them in one step, and accepts those that it would have generated
-# itself (lesson 0 shows it). **Predict**: does it save time here?
+# Whichever part is now the largest, the decode steps can still become fewer. [Speculative
+# decoding](glossary.md#speculative-decoding) does that: a small *[draft](glossary.md#draft)* model proposes γ tokens.
+# The target verifies all of them in one step, accepts those before the first that it would not have generated itself,
+# and adds one token of its own. That is one *round* (lesson 0 shows it). **Predict**: does it save time here?
 #
 # Measure before you switch it on. Three numbers decide: how often a draft token is accepted, what a draft token costs (*c*
 # below), and how much longer a step takes that verifies several tokens instead of one (*v* below).
@@ -679,7 +684,8 @@ print(
 )
 tokens_at_4 = sum(acceptance**i for i in range(5))
 print(
-    f"4 draft tokens gain {tokens_at_4:.2f} tokens in the time of {4 * c + v[4]:.2f} steps: {tokens_at_4 / (4 * c + v[4]):.2f}×"
+    f"a round with 4 draft tokens gives {tokens_at_4:.2f} tokens in the time of {4 * c + v[4]:.2f} steps: "
+    f"{tokens_at_4 / (4 * c + v[4]):.2f}×"
 )
 print(f"the best γ: {gamma}; if drafting cost nothing (c = 0): {my_gamma(acceptance, 0.0, v)}")
 claim("Cheaper drafting is never a reason to draft fewer tokens.", my_gamma(acceptance, 0.0, v) >= gamma)
@@ -926,7 +932,7 @@ claim(
 # | sub-100 ms inference | means nothing without the number of tokens, the prompt, cold or warm, and the machine; this lesson states the first three, and measures what its machine can do | the whole lesson |
 # | INT8 weights make inference faster | only where they are dequantised inside the product; in eager PyTorch on a CPU they made it slower | Step 2 |
 # | speculation gives 2 to 2.8× | it depends on c, v, the conditional acceptance and the draft's own prefill; here the whole completion gained little, or lost | Steps 5 and 6 |
-# | kernels are what is slow in Python | your own product among hundreds of calls gained less than half of what the compiled step gained on the new tokens. That step removes the calls and halves the bytes; the two are not measured apart here | Exercise 3, Step 3 |
+# | in an engine written in Python, slow kernels are the problem | your own product among hundreds of calls gained less than half of what the compiled step gained on the new tokens. That step removes the calls and halves the bytes; the two are not measured separately here | Exercise 3, Step 3 |
 #
 # ## Recap
 #
@@ -938,3 +944,5 @@ claim(
 #    An n-gram drafter has a small c and no prefill.
 # 5. What is made faster may stop being the largest part, so look again after each step. A floor, computed from the best
 #    rates that were measured, shows where looking further may pay.
+#
+# **Next:** lesson 16 divides one model over several processes, and sends requests to several copies of it.

@@ -33,7 +33,6 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.models.loading import resolve
-from minillm.parallel.local import on_ranks
 from minillm.parallel.split import possible_sizes
 from minillm.teaching import check, claim, hint, predict, quoted, reveal, use
 from minillm.teaching.workshop import l16_replicas as replicas
@@ -63,9 +62,11 @@ print(f"it can be split over {', '.join(map(str, possible_sizes(config)))} proce
 # Write a number for each before you go on.
 #
 # 1. The model is split over two processes. How many times does each layer have to wait for a sum over both?
-# 2. In percent of a step: how long do the processes of this machine wait for each other, instead of computing?
-# 3. Two replicas, and requests about eight documents. A router sends each request to the replica that has seen its
-#    document. How many times as many tokens come from the prefix caches as if the replicas took turns?
+# 2. The split model decodes one request on this machine. How many percent of a step does a process spend exchanging
+#    numbers and waiting for the other one, instead of computing?
+# 3. Two replicas get many requests about eight documents. Each has a prefix cache with room for about half of them. A
+#    router sends each request to the replica that has seen its document. How many times as many prompt tokens come from
+#    the caches as when the replicas take turns?
 
 # %%
 predict("l16.sums", None, unit="sums per layer")
@@ -76,8 +77,8 @@ predict("l16.hits", None, unit="times as many")
 # ## Build
 #
 # Every process is a **[rank](glossary.md#rank)**, numbered from 0. A layer consists mostly of products y = x W. There are
-# two ways to cut W. (PyTorch stores W transposed, as `weight` with the shape [out, in]. The exercises get this `weight`
-# and call it W, so there y = x Wᵀ, and a column of the text's W is a row of `weight`.)
+# two ways to cut W. (PyTorch stores the transpose: `weight` = Wᵀ, with the shape [out, in]. So y = x weightᵀ, and a
+# column of W is a row of `weight`.)
 #
 # ### Exercise 1: by columns
 #
@@ -87,7 +88,7 @@ predict("l16.hits", None, unit="times as many")
 
 # %%
 def column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return the outputs of this rank: of size equal parts of y = x Wᵀ + b, part number rank.
+    """Cut y = x weightᵀ + bias into `size` equal parts along the outputs; return part number `rank`, counted from 0.
 
     x:      [tokens, in], the same on every rank
     weight: [out, in], bias: [out], both whole; out is a multiple of size
@@ -116,11 +117,11 @@ check("l16.column_parallel")
 
 # %%
 def row_parallel(parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return y = x Wᵀ + b, where parts[r] are the columns of x that are on rank r, in order.
+    """Return y = x weightᵀ + bias, where parts[r] are the columns of x that are on rank r, in order.
 
     parts:  one tensor per rank, each [tokens, in / number of ranks]
     weight: [out, in], bias: [out], both whole
-    Compute what each rank computes from its part, one product for each, then add. The bias belongs into the sum once.
+    Compute what each rank computes from its part, one product for each, and add these up. Add the bias once.
 
     Example: parts [[[1]], [[2]]], weight [[3, 5]], bias [100]: rank 0 has 1 · 3, rank 1 has 2 · 5, the result is [[113]].
     """
@@ -188,8 +189,8 @@ def heads_of_rank(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tu
     """Return the query heads and the KV heads of this rank, as two ranges, or None if the heads cannot be split.
 
     * The query heads must divide evenly: size divides num_heads.
-    * So must the KV heads (size divides num_kv_heads), or else the ranks: num_kv_heads divides size. Then each rank has
-      one KV head, and size / num_kv_heads neighbouring ranks have the same one.
+    * If size divides num_kv_heads, the KV heads are split evenly, too. If instead num_kv_heads divides size, each rank
+      has one KV head, and size / num_kv_heads neighbouring ranks have the same one. If neither divides the other: None.
 
     Example: 8 query heads, 2 KV heads, 4 ranks. Rank 1 has (range(2, 4), range(0, 1)), rank 2 (range(4, 6), range(1, 2)).
     """
@@ -378,9 +379,10 @@ claim(
 del split, traffic
 
 # %% [markdown]
-# Here splitting **does not pay**. Two processes share the memory and the caches of one machine, so the weights are not
-# read any faster than by one process with two threads, and a small model has little to compute between two sums. Your
-# formula has only the link in it. The rest of the waiting is for the other process, which arrives late: the two never
+# Here splitting **does not pay**: two processes use two processors, and should take half the time. They share the
+# memory and the caches of one machine, so the weights are not read any faster than by one process with two threads, and
+# a small model has little to compute between two sums. Your formula has only the link in it, at its fastest. The rest
+# is what an all-reduce usually takes beyond that, and waiting for the other process when it arrives late: the two never
 # take equally long, and any other work on the machine delays one of them. A sum is as late as the latest rank. (Waiting
 # varies from run to run, so a step of eight requests can even be faster than a step of one.) Splitting pays where each
 # rank brings its *own* memory and processor, and where the links are fast: on GPUs.
@@ -442,13 +444,14 @@ for name, its in clusters.items():
     for n in (8, 256, 8192):
         shown = (f"{1e3 * its.step_seconds(n, s):8.2f} ms {its.tokens_per_second(n, s):8,.0f}/s" for s in (1, 2, 4, 8))
         print(f"{name:9}{n:9,}" + "".join(f"{text:>22}" for text in shown))
-print("tokens of keys and values that fit: " + ", ".join(f"{s}: {cluster.cache_tokens(s):,}" for s in (1, 2, 4, 8)))
+fits = ", ".join(f"{size}: {cluster.cache_tokens(size):,}" for size in (1, 2, 4, 8))
+print(f"tokens of keys and values that fit, by size of a group: {fits}")
 claim(
     "With few requests, splitting gives each token sooner, and more tokens: the weights are read once for all requests.",
     best[8] == 8 and cluster.step_seconds(8, 8) < cluster.step_seconds(8, 1) / 3,
 )
 claim(
-    "With thousands of requests, replicas give more: computing takes as long, and nothing is exchanged.",
+    "With thousands of requests, replicas give more: computing takes as long either way, and they exchange nothing.",
     best[8192] == 1,
 )
 claim(
@@ -476,11 +479,11 @@ def route(blocks: list[int], cached: list[set[int]], queued: list[int]) -> int:
     """Return the number of the replica that gets the request.
 
     blocks: hashes of the prompt's blocks, in order
-    cached: for each replica, the hashes of the blocks that it has
-    queued: for each replica, its waiting requests
+    cached: for each replica, the hashes of the blocks that were sent to it, which the router takes to be cached there
+    queued: for each replica, the number of its waiting requests
 
-    The replica with the longest cached beginning: blocks count from the first one up to the first that is missing. Of
-    equals the one with the fewest waiting requests, and of those the first.
+    The replica with the longest cached beginning: blocks count from the first one up to the first that is missing.
+    Among equals the one with the fewest waiting requests, and among those the first.
 
     Example: blocks [7, 8, 9], cached [{8, 9}, {7}], queued [0, 3]: replica 1. It has one block from the beginning,
     replica 0 has none.

@@ -69,7 +69,7 @@ print(f"loss of the model as it is: {plain_loss:.3f} nats per token")
 # 1. A text of 512 tokens instead of 256, trained in chunks of 128. How many times as many bytes must be kept for the
 #    backward pass?
 # 2. A matrix of the model is replaced by its best low-rank approximation with a quarter of the numbers. How large is the
-#    error, in percent of the matrix (Frobenius norm)?
+#    error, in percent of the matrix? (The size of a matrix is the root of the sum of its squares, the Frobenius norm.)
 # 3. Now every weight becomes one bit, its sign, with one scale per row. How large is the error, in percent?
 
 # %%
@@ -101,7 +101,8 @@ def tiled_lse(x: torch.Tensor, y: torch.Tensor, temperature: float, tile: int) -
     larger than the largest of these: n · (tile + 1) numbers, x, a tile of y, one number for each row of x and each tile.
     (Views of x and y may be larger.)
 
-    Example: x [[1]], y [[2], [2]], temperature 1, tile 1: the tiles have 2 and 2, together 2 + log 2 = 2.693.
+    Example: x [[1]], y [[2], [2]], temperature 1, tile 1: the log-sum-exps of the tiles are 2 and 2, that of both is
+    2 + log 2 = 2.693.
     """
     ### BEGIN SOLUTION
     lse = torch.full((len(x),), -torch.inf)
@@ -143,8 +144,8 @@ claim("Both log-probabilities are the same.", torch.allclose(mine, wanted, rtol=
 # often the largest tensor of a step.
 #
 # Now pairs within a batch: hidden states, and the embeddings of the tokens that come next. `minillm.beside.contrastive` cuts
-# x into tiles as well, and goes through them row by row. The numbers are real: the mean share of its rows' softmax that
-# a tile holds.
+# x into tiles as well, and goes through one row of tiles after the other. The numbers are real: the mean share of its
+# rows' softmax that a tile holds.
 
 # %% tags=["expected"] alt="Eight by eight tiles of similarities. The tiles of the first rows are merged, one tile of the fourth row exists now, and the others come later. Bars at the right show how much of each row's softmax is in its log-sum-exp."
 SHOWN, TILE = 64, 8
@@ -227,16 +228,18 @@ claim("With the matrix, more than that.", whole[-1] / whole[-2] > 2.3, of_model=
 
 # %%
 def backward_in_chunks(run, chunks: list[tuple[int, int]], kept: torch.Tensor) -> torch.Tensor:
-    """Compute the gradients of the sum of all losses with the graph of one chunk at a time, by calling backward().
+    """Add the gradients of all losses to the parameters that run uses, with the graph of one chunk at a time.
 
+    Call backward() once for each chunk.
     run(start, end, past) returns the loss of the tokens start to end, and their rows [end - start, width], which later
-        chunks read. past: the rows of all tokens before start, [start, width]; may be part of the graph.
+        chunks read. past: the rows of all tokens before start, [start, width]; if it requires a gradient, backward()
+        fills past.grad.
     chunks: (start, end) of each, in order; the first starts at 0
     kept: the rows of all tokens, [n, width], computed before, without a graph
 
     Returns what was sent: for each row the gradient that came from later chunks, [n, width].
 
-    Example: with one chunk nothing is sent; its loss.backward() is all.
+    Example: with one chunk nothing is sent, and loss.backward() is all that is needed.
     """
     ### BEGIN SOLUTION
     sent = torch.zeros_like(kept)
@@ -256,8 +259,8 @@ check("l17.backward_in_chunks")
 # ### See: your backward pass trains the model
 #
 # A row is now all keys and values of a token, of every layer. Your function gets the bundled model and a held-out text. The
-# gradients of all parameters are compared with those of the whole text at once. (`minillm.beside` has one
-# further trick: attention's scores are computed a third time, layer by layer, and never kept.)
+# gradients of all parameters are compared with those of the whole text at once. (Both ways use one further trick of
+# `minillm.beside`: attention's scores are computed once more in the backward pass, layer by layer, and never kept.)
 
 # %%
 my_backward = use("l17.backward_in_chunks")
@@ -355,6 +358,8 @@ LineChart(
 #
 # $$y_i \;=\; U_i \sum_j s_{ij} \odot \left(V_j^T x_j\right)$$
 #
+# (⊙ multiplies element by element.)
+#
 # ### Exercise 3: a block low-rank product
 
 
@@ -382,8 +387,8 @@ check("l17.blast_apply")
 # ### Measure: error against parameters
 #
 # One matrix of the model: the down projection of a middle layer. BLAST is fitted by alternating least squares, and can
-# only improve on its start, an SVD of slightly lower rank. All get at most the same share of the numbers. A number
-# counts 16 bits.
+# only improve on its start, an SVD of slightly lower rank. All get at most the same share of the numbers. Each number
+# is counted as 16 bits.
 
 # %%
 my_blast = use("l17.blast_apply")
@@ -417,11 +422,17 @@ print(f"layer {LAYER}, {rows} × {columns}, {BLOCKS} × {BLOCKS} blocks")
 for i, share in enumerate(SHARES):
     print(f"  {share:6.1%} of the numbers: SVD loses {errors['SVD'][i]:.1%}, BLAST {errors['BLAST'][i]:.1%}")
 reveal("l17.low_rank", round(100 * errors["SVD"][-1]))
-claim("BLAST is a little better at equal parameters.", errors["BLAST"][-1] < errors["SVD"][-1], of_model=True)
+claim("With a quarter of the numbers BLAST is a little better.", errors["BLAST"][-1] < errors["SVD"][-1], of_model=True)
 claim("By less than a tenth of the error.", errors["BLAST"][-1] > 0.9 * errors["SVD"][-1], of_model=True)
 claim(
     "With a quarter of the numbers most of the matrix is lost.",
     min(e[-1] for e in errors.values()) > 0.5,
+    of_model=True,
+)
+as_large = [LowRank.fit(weight, fit.num_parameters // (rows + columns)) for fit in monarchs]
+claim(
+    "Monarch is no better than an SVD with as many numbers.",
+    all(relative_error(weight, a) >= relative_error(weight, b) for a, b in zip(monarchs, as_large, strict=True)),
     of_model=True,
 )
 
@@ -441,7 +452,8 @@ claim(
 #
 # $$W \;\approx\; \mathrm{diag}(a)\,\mathrm{sign}(W) \;+\; S \qquad S \text{ sparse}$$
 #
-# BiMaCoSR adds a low-rank product U V as a third part.
+# BiMaCoSR adds a low-rank product U V as a third part. (An exact weight is counted as 48 bits: 16 for the number and 32
+# for its place.)
 #
 # ### Exercise 4: signs, scales, and what is exact
 
@@ -473,7 +485,7 @@ my_one_bit = use("l17.one_bit_and_exact")
 
 
 def one_bit(matrix: torch.Tensor, density: float, rank: int = 0) -> BinaryLinear:
-    """The engine's layer from your two parts; with a rank, what the low rank has left is made binary."""
+    """The layer of `minillm.beside` from your two parts; with a rank, what the low rank has left is made binary."""
     low_rank = LowRank.fit(matrix, rank) if rank else None
     rest = matrix - low_rank.dense() if low_rank else matrix
     scales, exact = my_one_bit(rest, round(density * matrix.numel()))
@@ -485,20 +497,23 @@ binaries = [one_bit(weight, density) for density in DENSITIES]
 with_rank = [one_bit(weight, 0.005, rank) for rank in (8, 32)]
 theirs = BinaryLinear.fit(weight, rank=8, density=0.005)
 gaussian = (1 - 2 / torch.pi) ** 0.5
-print(f"signs alone: error {relative_error(weight, binaries[0]):.1%}; of normal numbers it would be {gaussian:.1%}")
+print(f"signs alone: error {relative_error(weight, binaries[0]):.1%}; of normally distributed weights {gaussian:.1%}")
 for fit in (*binaries[1:], *with_rank):
     parts = f"{fit.sparse.values().numel() / weight.numel():.1%} exact" + (
         f", rank {fit.low_rank.u.shape[1]}" if fit.low_rank else ""
     )
     print(f"  {parts:22} {fit.num_bits / weight.numel():5.2f} bits per weight, error {relative_error(weight, fit):.1%}")
 reveal("l17.one_bit", round(100 * relative_error(weight, binaries[0])))
-claim("Your parts are the engine's.", abs(relative_error(weight, with_rank[0]) - relative_error(weight, theirs)) < 1e-4)
+claim(
+    "Your parts give the error of those of `minillm.beside`.",
+    abs(relative_error(weight, with_rank[0]) - relative_error(weight, theirs)) < 1e-4,
+)
 claim(
     "The product is that of the dense matrix.",
     torch.allclose(binaries[2].apply(inputs), inputs @ binaries[2].dense().T, rtol=1e-3, atol=1e-3),
 )
 claim(
-    "Signs alone are as good as for normal numbers, within a tenth.",
+    "Signs alone are as good as for normally distributed weights, within a tenth.",
     abs(relative_error(weight, binaries[0]) / gaussian - 1) < 0.1,
     of_model=True,
 )
@@ -582,10 +597,11 @@ claim("Exact weights help the model, too.", added["one bit, 5% exact"] < added["
 #
 # ## 5. Codes for frequent tokens
 #
-# The embedding table has a row for each token. MEC compresses such tables for recommendation models, where they are most
-# of the model: rows are cut into parts, and each part is replaced by its nearest [centroid](glossary.md#centroid) of a
-# small [codebook](glossary.md#codebook). The idea to test is the weighting. A small part of the tokens
-# makes about half of a text, so k-means should count each row by its frequency, to a power: 0 counts all alike.
+# The embedding table has a row for each token. MEC compresses such tables for recommendation models, where they are
+# most of the model: rows are cut into parts, and each part is replaced by its nearest [centroid](glossary.md#centroid)
+# of a small [codebook](glossary.md#codebook). The idea to test is the weighting. A small part of the tokens makes about
+# half of a text, so k-means should count each row by its frequency, to a power: 0 counts all alike. (A token that does
+# not occur counts as one that occurs once.)
 #
 # ### Exercise 5: a weighted round of k-means
 
@@ -616,8 +632,10 @@ check("l17.centroid_step")
 # %% [markdown]
 # ### Measure: by the rows that a text reads, and by all rows
 #
-# Parts of eight numbers, 64 centroids each. Frequencies are counted in some held-out texts, and the error is measured on
-# others: once over the rows that these read (a frequent token counts as often as it occurs), once over all rows.
+# Parts of eight numbers, 64 centroids each. (Counted as `minillm.beside` stores them: a byte for each code, and
+# codebooks in float32.) Frequencies are counted in some held-out texts, and the error is measured on others: once over
+# the rows that these read (a frequent token counts as often as it occurs), once over all rows. The last two columns are
+# what is added to the model's loss: with the coded table as the input alone, and as input and output layer.
 
 # %%
 my_step = use("l17.centroid_step")
@@ -637,7 +655,9 @@ for power in POWERS:
         codes.rows(torch.arange(len(embeddings))),
     )
 tables["INT4"] = measure.rounded(embeddings, 4)
-print(f"{'':18}{'bits':>6}{'error of rows read':>20}{'of all rows':>13}{'loss, as input':>16}{'and as output':>15}")
+print(
+    f"{'':18}{'bits':>6}{'error of rows read':>20}{'of all rows':>13}{'added loss, input':>19}{'input and output':>18}"
+)
 for name, (size, near) in tables.items():
     gap = embeddings - near
     over_read = float(gap[texts.read].norm() / embeddings[texts.read].norm())
@@ -647,7 +667,7 @@ for name, (size, near) in tables.items():
         with measure.embedded_by(model, near, as_output):
             added_by.append(measure.loss(model, READ, 256) - plain_loss)
     lost[name] = over_read, over_all, *added_by
-    print(f"{name:18}{size:6.2f}{over_read:20.1%}{over_all:13.1%}{added_by[0]:+16.3f}{added_by[1]:+15.3f}")
+    print(f"{name:18}{size:6.2f}{over_read:20.1%}{over_all:13.1%}{added_by[0]:+19.3f}{added_by[1]:+18.3f}")
 share = embeddings.numel() / model.num_parameters
 quoted("Qwen2.5-0.5B: a table of 151,936 rows of 896 numbers, of 494 million in all", "its config.json and model card")
 print(
@@ -659,15 +679,20 @@ alike, halfway, fully = (lost[f"codes, power {power:g}"] for power in POWERS)
 claim("Weighting helps the rows that are read.", fully[0] < 0.95 * alike[0], of_model=True)
 claim("It costs those that are not.", fully[1] > alike[1], of_model=True)
 claim("With it the model loses less.", fully[2] < alike[2], of_model=True)
-claim("As the output layer, codes cost more than as the input.", fully[3] > fully[2], of_model=True)
-claim("INT4 costs less than a fifth of that.", 5 * lost["INT4"][3] < fully[3], of_model=True)
+claim("As the output layer, codes cost more than as the input.", fully[3] - fully[2] > fully[2], of_model=True)
+claim(
+    "INT4 in both places costs less than a fifth of what codes in both cost.",
+    5 * lost["INT4"][3] < fully[3],
+    of_model=True,
+)
 
 # %% [markdown]
-# **Verdict.** The weighting holds, as the paper says: the error moves to rows that are not read. The codes take one to two
-# bits per number, but they do not pay here, because the two kinds of models differ. A recommendation model may have
-# millions of rows, which are most of its bytes. Of a large language model the table is a small part; of a small one it
-# can be a quarter (the quoted one). And where it is *tied*, it is also the output layer, which multiplies by **all** rows
-# in every step. Four or eight bits per number are the better offer (lesson 5).
+# **Verdict.** The weighting helps: the error moves to rows that are not read. (MEC weights a regulariser of its codes
+# by popularity; weighted k-means is a simple form of that idea.) The codes take one to two bits per number, but they do
+# not pay here, because the two kinds of models differ. A recommendation model may have millions of rows, which are most
+# of its bytes. Of a large language model the table is a small part; of a small one it can be a quarter (the quoted
+# one). And where it is *tied*, it is also the output layer, which multiplies by **all** rows in every step. Four or
+# eight bits per number are the better offer (lesson 5).
 #
 # ## 6. Gathers as a product
 #
@@ -679,7 +704,7 @@ claim("INT4 costs less than a fifth of that.", 5 * lost["INT4"][3] < fully[3], o
 # $$\text{head} + \text{relation} - \text{tail of all triples} \;=\; A\,E$$
 #
 # Nothing is copied first: each row of E is read where it is, and added to the result. A library may also have a **fused
-# gather**, which does just that without a matrix: PyTorch's is `embedding_bag`.
+# gather**, which does just that without A: PyTorch's is `embedding_bag`.
 
 # %%
 from torch.nn.functional import embedding, embedding_bag
@@ -729,10 +754,10 @@ claim("It is not faster than the fused gather.", fastest > 1, measured=True)
 claim("For single rows most of that gain is gone, or all of it.", gains[1] < gains[0] / 1.5, measured=True)
 
 # %% [markdown]
-# **Verdict.** It holds against gather and sum, and not against a fused gather: no copy is made there either, and no
-# matrix is read. And there is nothing in an engine to use it for. A language model looks up *one* row per token: a row
-# of A has a single 1, and nothing is added up. Where an engine does sum over gathered rows, in attention, the factors
-# are new for every query, and a fused kernel does gather and sum (lesson 9).
+# **Verdict.** It holds against gather and sum, and not against a fused gather: no copy is made there either, and there
+# is no A to be read. And there is nothing in an engine to use it for. A language model looks up *one* row per token: a
+# row of A has a single 1, and nothing is added up. Where an engine does sum over gathered rows, in attention, the
+# factors are new for every query, and a fused kernel does gather and sum (lesson 9).
 #
 # ## Break it
 #
@@ -783,13 +808,13 @@ quoted(
 # %% [markdown]
 # **Claims, checked.** All figures are of a small model whose weights were not trained for any of this.
 #
-# | idea | what holds here | belongs into an inference engine? |
+# | idea | what holds here | belongs in an inference engine? |
 # |---|---|---|
 # | contrastive loss in tiles | exactly the same gradients, memory linear in the batch | no: training only. The engine has its merge in attention |
 # | OOMB | the same gradients, activations of one chunk; keys and values still grow | no: training only. Its forward half is chunked prefill |
-# | BLAST | a little better than an SVD at equal parameters; both lose most of the matrix | only for models that were trained in this form |
+# | BLAST | with a quarter of the numbers a little better than an SVD; both lose most of the matrix | only for models that were trained in this form |
 # | Monarch | no better than an SVD on this matrix | the same |
-# | BiMaCoSR | exact weights help; far behind INT4 | its sparse part, yes: dense and sparse. One bit only for models trained with it |
+# | BiMaCoSR | exact weights help; far behind INT4 | its sparse part, yes, as in dense-and-sparse weights. One bit only for models trained with it |
 # | MEC | weighting by frequency helps what is read; codes of one to two bits lose far more than INT4, most of all as the output layer | no |
 # | SparseTransX | faster and smaller than gather and sum, but not faster than a fused gather | no: an engine looks up single rows |
 #

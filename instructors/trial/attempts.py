@@ -242,7 +242,7 @@ HONEST = [
     Attempt("not written", "raise NotImplementedError('write it')", ("not attempted",)),
     Attempt("no body but a text", '"""Later."""', ("not attempted",)),
     Attempt("a syntax error", "return 2 *", says="cell"),
-    Attempt("a name that is missing", f"return factor * {RIGHT}", says="has no value yet"),
+    Attempt("a name that is missing", f"return factor * {RIGHT}", says="factor is not defined"),
     Attempt("calls what is not written", "return later()", before="def later():\n    raise NotImplementedError('x')",
             says="not written"),
     Attempt("no return", f"answer = {RIGHT}", says="None"),

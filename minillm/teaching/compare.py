@@ -55,7 +55,7 @@ def _difference(expected: object, got: object, tolerance: _Tolerance, where: str
     if not _same_class(expected, got):
         return f"type{at}: {kind(got)} instead of {kind(expected)}"
     if isinstance(expected, np.ndarray):
-        expected, got = torch.from_numpy(expected), torch.from_numpy(got)
+        expected, got = torch.from_numpy(expected.copy()), torch.from_numpy(got.copy())  # no negative strides
     if isinstance(expected, torch.Tensor):
         return _tensor_difference(expected, got, tolerance, at)
     if isinstance(expected, torch.Generator):
@@ -104,6 +104,8 @@ def _tensor_difference(expected: torch.Tensor, got: torch.Tensor, tolerance: _To
         return f"shape{at}: {list(got.shape)} instead of {list(expected.shape)}"
     if expected.dtype != got.dtype:
         return f"dtype{at}: {got.dtype} instead of {expected.dtype}"
+    if expected.layout != got.layout:
+        return f"layout{at}: {got.layout} instead of {expected.layout}"
     if expected.device != got.device:
         return f"device{at}: {got.device} instead of {expected.device}"
     expected, got = expected.detach().cpu(), got.detach().cpu()

@@ -12,12 +12,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import Outcome, difference
 from minillm.teaching.crash_messages import PAST_THE_END
-from minillm.teaching.diagnosis_answers import common_fact
+from minillm.teaching.diagnosis_answers import common_fact, same_structure
 from minillm.teaching.exercise import Attempt, Diagnose, Exercise
 from minillm.teaching.raised import Raised, Sort
 
@@ -37,12 +38,26 @@ def likely_cause(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence
 
 
 def _fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str], failed: int) -> str:
-    """What is known of wrong answers where the first case that fails, `failed`, has one and no error."""
+    """What is known of wrong answers where the first case that fails, `failed`, has one and no error.
+
+    The exercise is not asked about an answer of another type that holds as many numbers: it would blame the shape or
+    the numbers.
+    """
+    other_type = _is_of_another_type(key.expected(failed), outcomes[failed].value, problems[failed])
+    fallback = None if other_type else key.exercise.fallback_diagnosis
     return (
         _by_changed_input(outcomes, problems)
-        or _run_diagnosis(key, key.exercise.fallback_diagnosis, failed, outcomes[failed])
+        or _run_diagnosis(key, fallback, failed, outcomes[failed])
         or _by_common_fact(key, outcomes, problems)
     )
+
+
+def _is_of_another_type(expected: object, got: object, problem: str) -> bool:
+    """Whether the problem is a type, of the answer or of a part of it, and nothing is missing or too much."""
+    try:
+        return problem.startswith("type") and same_structure(expected, got)
+    except Exception:  # an answer that cannot be read must still be reported
+        return False
 
 
 def _own_diagnosis(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
@@ -95,7 +110,12 @@ def _all_nan(value: object) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_all_nan, value))
     if isinstance(value, Tensor):
-        return value.is_floating_point() and value.numel() > 0 and bool(value.isnan().all())
+        return (
+            value.layout is torch.strided
+            and value.is_floating_point()
+            and value.numel() > 0
+            and bool(value.isnan().all())
+        )
     return isinstance(value, float) and math.isnan(value)
 
 

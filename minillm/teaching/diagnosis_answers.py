@@ -7,7 +7,9 @@ a wrong cause; it tells the learner where to look (`the second value lacks its l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 
+import numpy as np
 from torch import Tensor
 
 from minillm.teaching.compare import values_match
@@ -23,7 +25,7 @@ def common_fact(pairs: Sequence[Pair], names: Sequence[str] = (), what: str = "t
 
     `names`: those of the parts of an answer that is a tuple (`codes`, `scale`).
     """
-    pairs = [(e, g) for e, g in pairs if values_match(e, g) is not None]
+    pairs = [(e, _as_python(e, g)) for e, g in pairs if values_match(e, g) is not None]
     if not pairs:
         return ""
     if all(got is None and expected is not None for expected, got in pairs):
@@ -45,6 +47,27 @@ def common_fact(pairs: Sequence[Pair], names: Sequence[str] = (), what: str = "t
         [(expected, got)] = types
         return f"{what} is of type {got} instead of {expected}"
     return ""
+
+
+def same_structure(expected: object, got: object) -> bool:
+    """Whether both hold as many numbers in the same places, whatever the types of numbers, sequences and arrays."""
+    return _skeleton(expected) == _skeleton(got)
+
+
+def _skeleton(value: object) -> object:
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _skeleton(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [_skeleton(part) for part in value]
+    return "number" if isinstance(value, (int, float, np.number, np.bool_)) else type(value).__name__
+
+
+def _as_python(expected: object, got: object) -> object:
+    """NumPy's number as Python's where `values_match` accepts both: its type is then not what is wrong."""
+    fits = isinstance(got, np.integer) or (isinstance(got, np.floating) and isinstance(expected, float))
+    return got.item() if fits and isinstance(expected, (int, float)) else got
 
 
 def _subject(what: str, fact: str) -> str:
@@ -110,10 +133,27 @@ def _about_numbers(pairs: Sequence[Pair]) -> str:
 
 
 def _about_lists(pairs: Sequence[tuple[list, list]]) -> str:
+    wanted = {type(x).__name__ for e, _ in pairs for x in e}
+    strange = [{type(x).__name__ for x in g if not _is_one_of(wanted, x)} for _, g in pairs]
+    if wanted and all(strange):
+        kind = min(strange[0])
+        convert = ": convert with int(…)" if wanted == {"int"} and kind in ("Tensor", "float") else ""
+        return f"has entries of type {kind}, where {' or '.join(sorted(wanted))} is wanted{convert}"
     for fact, holds in LISTS:
         if all(holds(e, g) for e, g in pairs):
             return fact
     return _entries(pairs) or _first_wrong(pairs)
+
+
+def _is_one_of(wanted: set[str], x: object) -> bool:
+    """Whether `x` is of one of these types. As in `values_match`, NumPy's numbers count, and an int counts as a float.
+
+    `1 == 1.0` and `1 == torch.tensor(1)` are true in Python, so the rules in `LISTS` do not see another type.
+    """
+    if isinstance(x, (bool, np.bool_)):
+        return "bool" in wanted
+    is_number = ("int" in wanted and isinstance(x, Integral)) or ("float" in wanted and isinstance(x, Real))
+    return is_number or type(x).__name__ in wanted
 
 
 def _is_permuted(e: list, g: list) -> bool:
@@ -122,6 +162,7 @@ def _is_permuted(e: list, g: list) -> bool:
 
 LISTS = (
     ("is empty", lambda e, g: not g),
+    ("should be empty", lambda e, g: g and not e),
     ("lacks its last entry; the others are right", lambda e, g: g == e[:-1]),
     ("lacks its first entry; the others are right", lambda e, g: g == e[1:]),
     ("has only the first entry of several", lambda e, g: len(e) > 1 and g == e[:1]),
@@ -138,7 +179,6 @@ LISTS = (
     ("holds the right entries in another order", _is_permuted),
     ("is shifted: each entry is one place too late", lambda e, g: len(e) == len(g) > 2 and g[1:] == e[:-1]),
     ("is shifted: each entry is one place too early", lambda e, g: len(e) == len(g) > 2 and g[:-1] == e[1:]),
-    ("has entries of type float, where ints are wanted", lambda e, g: g and all(type(x) is float for x in g)),
 )
 
 

@@ -10,6 +10,11 @@ Rule = tuple[str, str, str]
 
 PYTHON: tuple[Rule, ...] = (
     (
+        "NameError",
+        r"name '(\w+)' is not defined.*",
+        "{0} is not defined: is it misspelt, is its import missing, or has the cell that defines it not run?",
+    ),
+    (
         "NameError|UnboundLocalError",
         r".*?'(\w+)'.*",
         "{0} has no value yet when this line runs: is its assignment missing, further down, or only in a branch?",
@@ -97,6 +102,13 @@ PYTHON: tuple[Rule, ...] = (
         r"(\w+) (?:expected condition to be a boolean tensor|only supports boolean masks), but got .*dtype (\w+)",
         "{0} takes a mask of True and False, and got {1}: is a comparison missing, or are the arguments in "
         "another order?",
+    ),
+    (
+        "RuntimeError|ValueError",
+        r"(?:Boolean value of Tensor with more than one value is ambiguous"
+        r"|The truth value of an array with more than one element is ambiguous.*)",
+        "one truth value is needed here (by if, while, and, or, not, min or max), and there are several: choose number "
+        "by number with torch.where (& | ~ in place of and, or, not), or make one of them with .any() or .all()",
     ),
     (
         "RuntimeError|ValueError",

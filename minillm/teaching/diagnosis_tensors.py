@@ -104,6 +104,11 @@ VALUES: tuple[tuple[str, Callable[[Tensor, Tensor], bool]], ...] = (
         "has infinities: something is divided by 0, or an exponential overflows",
         lambda e, g: bool((g.isinf() & ~e.isinf()).any()),
     ),
+    (
+        "is right to about one part in a thousand, and no better: is something rounded or cast to a shorter type, "
+        "or is a small number added?",
+        lambda e, g: close(e, g) and bool((e != e.round()).any() or (g != g.round()).any()),
+    ),
     ("is 0 everywhere", lambda e, g: not g.any()),
     ("has the opposite sign everywhere", lambda e, g: close(-e, g)),
     ("has lost its signs: the absolute values are right", lambda e, g: close(e.abs(), g)),

@@ -88,7 +88,7 @@ class Exercise:
         cases: the cases, or a function making them (so that importing the module builds no tensors).
         hints: four, each more specific than the one before: where to look, which operation, the shape of the code with
             the decisive part left out, the whole solution.
-            Prose with `code` and *emphasis*, and code between lines of three backticks.
+            Prose with `code` and *emphasis*, or lines of code (see `hint_text`).
         wrong: at least two planted mistakes; each differs from the others in some case.
         compare: `(expected, got) -> None` if right, else a sentence that names the first difference. The default
             compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.

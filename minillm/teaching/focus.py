@@ -33,6 +33,13 @@ def in_words(expected: Any, got: Any) -> tuple[str, str]:
     whole = short(expected), short(got)
     if max(map(len, whole)) <= MAX_LINE and not any("\n" in text for text in whole):
         return whole
+    try:
+        return _around_the_difference(expected, got)
+    except Exception:  # an answer that cannot be compared must still be shown
+        return whole
+
+
+def _around_the_difference(expected: Any, got: Any) -> tuple[str, str]:
     path, e, g = focus(expected, got)
     at = f"at {path}: " if path else ""
     if _arrays_of_one_shape(e, g):

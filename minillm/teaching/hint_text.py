@@ -1,7 +1,9 @@
 """A hint, as Markdown in notebooks and as plain text elsewhere.
 
 Authors write prose with `code` in backticks, *emphasis* in stars, and blocks of code between lines of three backticks.
-Nothing else is markup: the stars of `x**2`, a `<` or a `$` outside of backticks are shown as they are written.
+A hint of several lines without such a block is code; if its first line begins with a capital letter and ends with a
+colon, that line is prose. Nothing else is markup: the stars of `x**2`, a `<` or a `$` outside of backticks are shown as
+they are written.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 EMPHASIS = re.compile(r"(?<![\w*])\*(\w(?:[^*\n]*\w)?)\*(?![\w*])")
+LINES = re.compile(r"([A-Z][^\n]*:(?=\n)|)\n*(.*?)\n*", re.DOTALL)
+"""The prose of a hint of several lines, which may be empty, and its code."""
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>$#|~])")
 
 
@@ -26,8 +30,12 @@ class Hint:
         return f"{self.heading}: {''.join(parts)}"
 
     def _repr_markdown_(self) -> str:
-        parts = [part if i % 2 else _escaped(part) for i, part in enumerate(CODE.split(self.text))]
-        return f"**{_escaped(self.heading)}**: {''.join(parts)}"
+        prose, code = self.text, ""
+        if "\n" in self.text and "```" not in self.text:  # Markdown would join the lines and drop their indentation
+            prose, code = LINES.fullmatch(self.text).groups()
+        parts = [part if i % 2 else _escaped(part) for i, part in enumerate(CODE.split(prose))]
+        shown = f"**{_escaped(self.heading)}**: {''.join(parts)}".rstrip()
+        return f"{shown}\n\n```python\n{code}\n```" if code else shown
 
 
 def _escaped(prose: str) -> str:

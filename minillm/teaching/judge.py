@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,8 +15,12 @@ from minillm.teaching.exercise import Exercise
 from minillm.teaching.focus import focus, in_words
 from minillm.teaching.guard import ChildExit, Limits
 from minillm.teaching.raised import Raised, Sort
+from minillm.teaching.registry import has_exercise
 from minillm.teaching.result import CheckResult, Counterexample, Status
 from minillm.teaching.show import brief, short, without_addresses
+
+STUB = re.compile(r"write (\w+) (?:here|in place of)\b")
+"""The beginning of a stub's message, in lessons of today and of before (`notebook._stub`)."""
 
 
 class Judge:
@@ -39,7 +44,7 @@ class Judge:
         is a stub; `problems`: theirs, if they are known."""
         last = outcomes[-1].error if outcomes else None
         if last is not None and last.sort is Sort.STUB:
-            return CheckResult(self._name, Status.NOT_DONE, 0, self._count, note=last.message)
+            return CheckResult(self._name, Status.NOT_DONE, 0, self._count, note=self._note_of_stub(last.message))
         if problems is None:
             problems = [self.problem(index, outcome) for index, outcome in enumerate(outcomes)]
         if not any(problems):
@@ -75,6 +80,17 @@ class Judge:
         )
         return CheckResult(self._name, Status.FAILED, index, self._count, counterexample=shown)
 
+    def _note_of_stub(self, message: str) -> str:
+        """What is left to write, if a stub raised `message`: perhaps that of another exercise, which this one calls."""
+        lesson, _, own = self._name.partition(".")
+        stub = STUB.match(message)
+        called = stub[1] if stub else own
+        if called != own and has_exercise(f"{lesson}.{called}"):
+            return (
+                f'it calls {called}, which is not written yet: write it, or call what use("{lesson}.{called}") returns'
+            )
+        return message
+
     def _problem_of_error(self, error: Raised) -> str:
         if error.sort is Sort.TIME:
             return crash_messages.out_of_time(self.limits)
@@ -106,9 +122,9 @@ def _drawn(exercise: Exercise, expected: object, got: object) -> tuple[str, str]
     """Expected and got as a picture, in text and in HTML; two empty texts if there is nothing to draw."""
     try:
         pair = exercise.draw(expected, got) if exercise.draw else focus(expected, got)[1:]
+        cells = [cells_of(part) for part in pair or (None, None)]
     except Exception:  # an answer that cannot be drawn must still be reported
         return "", ""
-    cells = [cells_of(part) for part in pair or (None, None)]
     return (as_text(*cells), as_html(*cells)) if worth_drawing(*cells) else ("", "")
 
 

@@ -160,7 +160,8 @@ def _stub(lines_above: list[str], indent: str, where: str) -> str:
     for line in reversed(lines_above):
         definition = re.match(r"(\s*)(?:async\s+)?def\s+(\w+)", line)
         if definition and len(definition[1]) < len(indent):
-            return f'{indent}raise NotImplementedError("write {definition[2]} here, then run its check")'
+            message = f"write {definition[2]} in place of each NotImplementedError, then run its check"
+            return f'{indent}raise NotImplementedError("{message}")'
     raise LessonError(f"{where}: '{BEGIN}' must be indented inside a function, so that an unsolved cell still runs")
 
 

@@ -31,6 +31,13 @@ def exercises_of(module_name: str) -> list[Exercise]:
     return found
 
 
+def has_exercise(name: str) -> bool:
+    """Whether the module of the named lesson has this exercise. Imports no other lesson."""
+    lesson = name.partition(".")[0]
+    modules = [module for module in module_names() if module.partition("_")[0] == lesson]
+    return any(exercise.name == name for module in modules for exercise in exercises_of(module))
+
+
 def find(name: str | Exercise) -> Exercise:
     """The exercise of this name. An `Exercise` is returned as it is, for lessons outside the package.
 

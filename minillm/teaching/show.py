@@ -21,7 +21,8 @@ MAX_FULL = 24
 def kind(value: object) -> str:
     """The type in words: `float32 tensor [2, 3]`, `list of 4`, `int`."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} tensor {list(value.shape)}"
+        layout = "" if value.layout is torch.strided else "sparse "
+        return f"{str(value.dtype).removeprefix('torch.')} {layout}tensor {list(value.shape)}"
     if isinstance(value, np.ndarray):
         return f"{value.dtype} array {list(value.shape)}"
     if isinstance(value, (list, tuple, dict, set, frozenset)):
@@ -51,7 +52,12 @@ def without_addresses(text: str) -> str:
 
 def _text(value: object, array: ArrayText) -> str:
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return array(torch.as_tensor(value), kind(value))
+        try:
+            return array(torch.as_tensor(value.copy() if isinstance(value, np.ndarray) else value), kind(value))
+        except Exception:  # an answer that cannot be printed, such as a sparse tensor, must still be reported
+            return kind(value)
+    if isinstance(value, (np.number, np.bool_)):
+        value = value.item()  # 3, and not np.int64(3)
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, (list, tuple)):

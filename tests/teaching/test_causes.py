@@ -53,7 +53,7 @@ LEARNERS = {  # answers that passed once, or were told a wrong cause
         ("before >= top_p", "before > top_p"): "> instead of >=",
     },
     "l01.generate_naive": {
-        ("int(forward(ids)[-1].argmax())", "forward(ids)[-1].argmax()"): "tokens that are not ints",
+        ("int(forward(ids)[-1].argmax())", "forward(ids)[-1].argmax()"): "entries of type Tensor, where int is wanted",
         ("ids[-1] == eos_id", "eos_id in ids"): "because the prompt holds the end-of-text token",
         ("range(max_tokens)", "range(max_tokens if eos_id not in prompt_ids else 0)"): "calls the model 0 times",
     },

@@ -52,12 +52,40 @@ def test_a_mistake_nobody_planted_is_not_blamed_on_a_planted_one(append_exercise
 
 def test_stub_is_not_done_yet_and_not_an_error(append_exercise):
     def stub(cache, new):
-        raise NotImplementedError("write append_rows here, then run its check")
+        raise NotImplementedError("write append_rows in place of each NotImplementedError, then run its check")
 
     result = check_function(append_exercise, stub)
     assert result.status is Status.NOT_DONE
-    assert "NOT DONE YET" in str(result)
+    assert "NOT DONE YET  l90.append_rows: write append_rows in place of each NotImplementedError" in str(result)
     assert "FAIL" not in str(result)
+
+
+def test_a_stub_of_another_exercise_is_named_if_the_answer_calls_it():
+    def accept_rule(p, q, x):
+        raise NotImplementedError("write accept_rule in place of each NotImplementedError, then run its check")
+
+    def verify_chain(drafts, p, q, uniforms):
+        return [int(accept_rule(p[:-1], q, torch.tensor(drafts))[0])]
+
+    result = check_function("l10.verify_chain", verify_chain)
+    assert result.status is Status.NOT_DONE
+    assert 'l10.verify_chain: it calls accept_rule, which is not written yet: write it, or call what use("l10.' in str(
+        result
+    )
+    assert "l10.accept_rule: write accept_rule in place of" in str(check_function("l10.accept_rule", accept_rule))
+
+
+def test_an_answer_that_cannot_be_printed_is_reported_as_any_other(append_exercise):
+    text = str(check_function(append_exercise, lambda cache, new: torch.cat([cache, new]).to_sparse()))
+    assert "layout: torch.sparse_coo instead of torch.strided" in text
+    assert "got          float32 sparse tensor [1, 2]" in text
+
+
+def test_an_array_whose_strides_are_negative_is_compared_and_shown():
+    backwards = np.flip(np.arange(3))
+    assert values_match(np.array([2, 1, 0]), backwards) is None
+    assert short(backwards) == f"{backwards.dtype} array [3]: [2, 1, 0]"
+    assert short([np.int64(3), np.float64(0.5)]) == "[3, 0.5]"
 
 
 def test_an_operator_missing_in_torch_is_an_error_and_not_a_stub(append_exercise):

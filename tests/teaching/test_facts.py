@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,11 @@ from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.diagnosis_tensors import about_tensors
 from minillm.teaching.drives.l17 import LargestTensor
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
+from minillm.teaching.exercises.l01_decoding import sample_next, total_work
+from minillm.teaching.exercises.l06_paged_blocks import find_prefix
+from minillm.teaching.exercises.l10_speculative_decoding import verify_chain
 from minillm.teaching.fence import OutOfBoundsError
+from minillm.teaching.source import edited
 
 
 def said_of(function: Callable[[], object]) -> str:
@@ -46,6 +51,9 @@ THREE, FOUR = torch.zeros(3), torch.zeros(4)
         (lambda: 1 / len(EMPTY), "divided by 0"),
         (lambda: 1 / (ROWS[0] - 1), "divided by 0 in this case (ROWS[0] - 1)"),
         (_late_name, "late has no value yet"),
+        (lambda: eval("misspelt"), "misspelt is not defined: is it misspelt, is its import missing"),
+        (lambda: 1 if THREE > 0 else 0, "there are several: choose number by number with torch.where"),
+        (lambda: np.zeros(2) > 0 or 1, "there are several: choose number by number with torch.where"),
         (lambda: THREE + FOUR, "3 and 4 entries in dimension 0"),
         (lambda: THREE.__setitem__(slice(0, 2), FOUR), "values of shape [4] do not fit into shape [2]"),
         (lambda: torch.zeros(2, 3) @ torch.zeros(2, 3), "2×3 times 2×3"),
@@ -114,6 +122,7 @@ RIGHT = torch.tensor([[1.0, 2.0, 4.0], [3.0, 5.0, 9.0]])
         (RIGHT - 2, "differs by -2 everywhere"),
         (-RIGHT, "opposite sign"),
         (1 / RIGHT, "inverse"),
+        (RIGHT * 1.0005, "right to about one part in a thousand, and no better"),
         (RIGHT.int(), "the right numbers as int32 instead of float32"),
         (RIGHT * torch.tensor([[2.0], [3.0]]), "a factor that each row"),
         (RIGHT.index_fill(0, torch.tensor(1), 7.0), "wrong only in its last row"),
@@ -149,6 +158,14 @@ def test_a_fact_must_hold_for_every_wrong_answer():
         ([(3, 4), (9, 10)], "always 1 too large"),
         ([(3, 6), (9, 18)], "always 2 times"),
         ([(3, 3.5)], "is a float"),
+        ([(3, np.int64(4)), (9, np.int64(10))], "always 1 too large"),
+        ([(0.5, np.float64(1.5)), (2.0, np.float64(3.0))], "always 1 too large"),
+        ([(2, np.float64(2.0))], "is of type float64 instead of int"),
+        ([([2, 3], [2.0, 3.0])], "has entries of type float, where int is wanted: convert with int(…)"),
+        ([([0, 1], [0, torch.tensor(1)])], "has entries of type Tensor, where int is wanted: convert with int(…)"),
+        ([([1, 2], [1, None])], "has entries of type NoneType, where int is wanted"),
+        ([([0.5, 1.0], [1, np.float64(2.0)])], ""),
+        ([([], [3, 4])], "should be empty"),
         ([([1], None)], "is None"),
         ([((1, [2, 3]), (1, [2])), ((5, [4, 3]), (5, [4]))], "`table` lacks its last entry; everything else is right"),
         ([({"free": [1], "counts": [0]}, {"free": [1], "counts": [0, 0]})], "`counts` has one entry too many"),
@@ -174,6 +191,62 @@ def test_an_input_that_was_written_to_is_named():
     exercise = Exercise("l90.total", total, [Case("two", ([3, 4],)), Case("one", ([5],))], ("a", "b", "c", "d"), wrong)
     shown = check_function(exercise, clears, key=AnswerKey(exercise)).counterexample
     assert shown.cause == "the answer is right, but your function writes into numbers: work on a copy"
+
+
+def test_of_an_answer_of_another_type_its_type_is_told_and_not_what_the_exercise_says_of_wrong_numbers():
+    exercise = Exercise(
+        "l90.counts",
+        lambda numbers: (sum(numbers), len(numbers)),
+        [Case("two", ([3, 4],)), Case("one", ([5],))],
+        ("a", "b", "c", "d"),
+        (),
+        fallback_diagnosis=lambda attempt: "the sum is wrong",
+    )
+    key = AnswerKey(exercise)
+
+    def cause(answer: Callable[[list[int]], object]) -> str:
+        return check_function(exercise, answer, key=key).counterexample.cause
+
+    assert cause(lambda numbers: [sum(numbers), len(numbers)]) == "the answer is of type list instead of tuple"
+    assert cause(lambda numbers: (sum(numbers), float(len(numbers)))).startswith("the second value is a float")
+    assert cause(lambda numbers: (torch.tensor(sum(numbers)), len(numbers))) == (
+        "the first value is of type Tensor instead of int; everything else is right"
+    )
+    assert cause(lambda numbers: sum(numbers)) == "the sum is wrong"
+    assert cause(lambda numbers: (0, 0)) == "the sum is wrong"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "cause"),
+    [
+        (
+            "l03.requests_that_fit",
+            lambda memory, weights, per_token, tokens: max(0, np.floor((memory - weights) / (per_token * tokens))),
+            "the answer is of type float64 instead of int",
+        ),
+        ("l01.total_work", lambda prompt, new: list(total_work(prompt, new)), "is of type list instead of tuple"),
+        ("l01.total_work", lambda prompt, new: (np.int64(7), np.int64(9)), "returns both numbers wrong"),
+        (
+            "l01.sample_next",
+            lambda logits, uniform, temperature, *kept: (
+                sample_next(logits, uniform, temperature, *kept) if temperature else None
+            ),
+            "your function returns None for some of these uniforms",
+        ),
+        (
+            "l06.find_prefix",
+            lambda *given: tuple(find_prefix(*given)),
+            "the answer is of type tuple instead of list",
+        ),
+        (
+            "l10.verify_chain",
+            edited(verify_chain, ("int(sample(last, uniforms[-1:]))", "sample(last, uniforms[-1:])")),
+            "the answer has entries of type Tensor, where int is wanted: convert with int(…)",
+        ),
+    ],
+)
+def test_in_the_lessons_too(name: str, answer: Callable[..., object], cause: str):
+    assert cause in check_function(name, answer).counterexample.cause
 
 
 def reads_one() -> torch.Tensor:

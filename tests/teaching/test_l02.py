@@ -150,3 +150,17 @@ def test_anything_but_two_views_is_named(returned):
     report = str(check_function("l02.append_kv", lambda *given: returned(append_kv(*given))))
     assert "does not return a view of the cache of keys and then a view of the cache of values" in report
     assert "raised" not in report
+
+
+def test_two_views_in_a_list_pass():
+    assert check_function("l02.append_kv", lambda *given: list(append_kv(*given))).passed
+
+
+def test_a_value_error_by_mistake_is_told_with_its_line():
+    def unpacks_two(k: Tensor, v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+        _num_new, _heads = new_k.shape
+        return append_kv(k, v, past, new_k, new_v)
+
+    report = str(check_function("l02.append_kv", unpacks_two))
+    assert "more values are unpacked than the 2 names on the left" in report
+    assert "_num_new, _heads = new_k.shape" in report

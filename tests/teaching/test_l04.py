@@ -170,6 +170,21 @@ def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):
     assert cause in result.counterexample.cause
 
 
+def test_a_scale_from_the_exact_minimum_is_named():
+    def exact_minimum(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        groups = x.split(group_size)
+        zero = torch.stack([group.min(0).values for group in groups]).half()
+        scale = torch.stack([(group.max(0).values - group.min(0).values) / 15 for group in groups]).half()
+        scale[scale == 0] = 1
+        each_zero, each_scale = (part.float().repeat_interleave(group_size, 0) for part in (zero, scale))
+        return ((x - each_zero) / each_scale).round().clamp(0, 15).to(torch.uint8), scale, zero
+
+    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == "quantise_per_channel")
+    result = check_function(exercise, exact_minimum)
+    assert not result.passed
+    assert "from the exact minimum" in result.counterexample.cause
+
+
 def test_the_three_bounds_hold_for_the_reference_and_are_seen_to_break_for_a_coarser_one():
     torch.manual_seed(1)
     heard = {0: (torch.randn(12, 2, 8), torch.randn(12, 1, 8), torch.randn(12, 1, 8))}

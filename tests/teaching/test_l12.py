@@ -177,6 +177,7 @@ def test_both_levels_are_within_a_sixteenth_of_a_step_and_the_upper_within_a_hal
         ("snapkv_blocks", lambda a, size, count, most: [0] * most, "in the list twice"),
         ("two_levels", lambda x, s, z: (two_levels(x, s, z)[0], two_levels(x, s, z)[1] + 8), "as 0 … 15"),
         ("two_levels", lambda x, s, z: tuple(c * 3 for c in two_levels(x, s, z)), "four bits hold"),
+        ("two_levels", lambda x, s, z: two_levels(x, s * s, z), "codes are wrong: write down (x - zero) / scale"),
     ],
 )
 def test_likely_wrong_answers_are_named(name: str, answer, cause: str):

@@ -107,6 +107,7 @@ def test_what_is_used_fits_and_is_moved_to_where_it_is_wanted(entries: list[Key]
     [
         ("break_even_tokens", lambda k, b, latency, c: latency / c, "the time that each token takes on the link"),
         ("break_even_tokens", lambda k, b, latency, c: -1.0, "cannot be negative"),
+        ("break_even_tokens", lambda *a: 0.75 * break_even_tokens(*a), "so computing is still faster"),
         ("best_split", lambda n, *rest: best_split(n, *rest) + 0.5, "a whole number"),
         ("best_split", lambda n, *rest: n + 1, "cannot be recomputed"),
         ("rerotate", lambda k, f, d: rerotate(k, f, d) * 1.5, "keeps the length"),

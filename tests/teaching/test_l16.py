@@ -193,6 +193,9 @@ def test_a_step_of_a_cluster_reads_or_computes_and_then_exchanges() -> None:
     [
         lambda x, w, b, rank, size: torch.nn.functional.linear(x, w.chunk(size)[rank], b.chunk(size)[rank]),
         lambda x, w, b, rank, size: torch.einsum("ti,oi->to", x, w.chunk(size)[rank]) + b.chunk(size)[rank],
+        lambda x, w, b, rank, size: torch.nn.functional.linear(
+            input=x, weight=w.chunk(size)[rank], bias=b.chunk(size)[rank]
+        ),
         lambda x, w, b, rank, size: torch.addmm(b.chunk(size)[rank], x, w.T.contiguous().chunk(size, 1)[rank]),
     ],
 )
@@ -210,6 +213,12 @@ def test_other_split_products_pass(answer) -> None:
             1,
         ),
         (lambda parts, w, b: (torch.stack(parts) @ w.unflatten(1, (len(parts), -1)).permute(1, 2, 0)).sum(0) + b, 1),
+        (
+            lambda parts, w, b: (
+                sum(torch.einsum("ai,bi", p, c) for p, c in zip(parts, w.chunk(len(parts), 1), strict=True)) + b
+            ),
+            1,
+        ),
         (lambda parts, w, b: torch.nn.functional.linear(torch.cat(parts, 1), w, b), 0),
         (lambda parts, w, b: torch.einsum("ti,oi->to", torch.cat(parts, 1), w) + b, 0),
         (lambda parts, w, b: torch.addmm(b, torch.cat(parts, 1), w.T), 0),

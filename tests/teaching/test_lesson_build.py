@@ -39,7 +39,8 @@ def outputs_of(notebook: nbformat.NotebookNode, source_part: str) -> list:
 def test_lesson_has_stubs_and_no_outputs(course):
     lesson = read(course / LESSON)
     text = "\n".join(cell.source for cell in lesson.cells)
-    assert '    raise NotImplementedError("write double here, then run its check")' in text
+    stub = "write double in place of each NotImplementedError, then run its check"
+    assert f'    raise NotImplementedError("{stub}")' in text
     assert "return [2 * n for n in numbers]\n    ###" not in text
     assert "SOLUTION" not in text
     assert "Twice each number" in text
@@ -120,7 +121,7 @@ def test_check_notices_an_edit_that_changes_no_cell(course):
 
 
 def test_check_notices_a_lesson_edited_by_hand(course):
-    edit(course / LESSON, "write double here", "write it here")
+    edit(course / LESSON, "write double in place", "write it in place")
     [stale] = build(course, check=True)
     assert stale.path == LESSON
 
@@ -146,7 +147,7 @@ def test_check_reports_notebooks_without_a_source(course):
 
 
 def test_lessons_are_chosen_by_number_or_name(course):
-    edit(course / LESSON, "write double here", "write it here")
+    edit(course / LESSON, "write double in place", "write it in place")
     for name in ("90", "90_sample", "90_sample.py", "solutions/90_sample.py"):
         assert [stale.path for stale in build(course, [name], check=True)] == [LESSON]
     with pytest.raises(LessonError, match="no lesson is called '90_simple'; there are: 90_sample"):
@@ -201,10 +202,10 @@ def test_solution_regions_become_stubs_at_their_own_indentation():
     assert without_solutions(source).splitlines() == [
         "class Pool:",
         "    def allocate(self, n: int) -> list[int]:",
-        '        raise NotImplementedError("write allocate here, then run its check")',
+        '        raise NotImplementedError("write allocate in place of each NotImplementedError, then run its check")',
         "",
         "    def free(self) -> None:",
-        '        raise NotImplementedError("write free here, then run its check")',
+        '        raise NotImplementedError("write free in place of each NotImplementedError, then run its check")',
     ]
 
 

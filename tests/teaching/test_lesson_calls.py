@@ -109,6 +109,15 @@ def test_a_block_of_code_in_a_hint_stays_as_it_is():
     assert repr(hint).endswith(code)
 
 
+def test_a_hint_of_several_lines_is_a_block_of_code_after_the_line_that_introduces_it():
+    code = "for x in rows:\n    total += x * x\n\nreturn total"
+    assert Hint("Hint 4", f"\n{code}\n")._repr_markdown_() == f"**Hint 4**:\n\n```python\n{code}\n```"
+    assert repr(Hint("Hint 4", f"\n{code}")) == f"Hint 4: \n{code}"
+    told = Hint("Hint 4", f"The whole of it (`x` is a_row):\n{code}")._repr_markdown_()
+    assert told == f"**Hint 4**: The whole of it (`x` is a\\_row):\n\n```python\n{code}\n```"
+    assert Hint("Hint 1", "\nreturn a_b")._repr_markdown_() == "**Hint 1**:\n\n```python\nreturn a_b\n```"
+
+
 def test_unknown_name_lists_close_ones(lesson_91):
     with pytest.raises(UnknownExerciseError, match=r"'l91\.dubble'; did you mean 'l91\.double'"):
         check("l91.dubble")

@@ -15,7 +15,7 @@ import minillm
 
 ROOT = Path(minillm.__file__).parents[1]
 SANITIZE = ROOT / "tests" / "notebooks" / "sanitize.cfg"
-STUB = 'raise NotImplementedError("write double here, then run its check")'
+STUB = 'raise NotImplementedError("write double in place of each NotImplementedError, then run its check")'
 
 
 def nbval(course: Path, *arguments: str, strict: bool = False) -> tuple[bool, str]:

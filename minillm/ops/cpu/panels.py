@@ -1,6 +1,6 @@
 """Linear layers, y = x Wᵀ: the matrix is stored in panels, and the outputs are the lanes of a vector.
 
-A panel is sixteen rows of W with their columns interleaved: panel p, column k holds W[16 p … 16 p + 15, k]. So one load
+A panel is sixteen rows of W, stored column by column: panel p, column k holds W[16 p … 16 p + 15, k]. So one load
 brings one weight of each of sixteen outputs, one number of x multiplies all of them, no sum is taken across lanes, and
 a step reads the matrix from its first byte to its last.
 

@@ -25,7 +25,7 @@ class Products(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in PRODUCTS:
-            self._count(found, args[0].shape[-1])
+            self._count(found, (args[0] if args else kwargs["input"]).shape[-1])
         elif name in ADDED_PRODUCTS:
             self._count(found, args[1].shape[-1])
         elif name == "einsum" and isinstance(args[0], str):
@@ -38,7 +38,9 @@ class Products(TorchFunctionMode):
 
 def _summed(equation: str, operands: Sequence[Any]) -> int:
     """How many products are added for one result of an einsum; 0 if the equation leaves letters out."""
-    names, _, out = equation.replace(" ", "").partition("->")
+    names, arrow, out = equation.replace(" ", "").partition("->")
+    if not arrow:  # then the result has the letters that occur once
+        out = "".join(letter for letter in names if names.count(letter) == 1)
     tensors = operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
     if "." in names:
         return 0

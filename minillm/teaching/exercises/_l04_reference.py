@@ -38,8 +38,8 @@ def quantise_per_channel(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
     """Quantise keys as KIVI does: a scale and a zero point per channel for each group of `group_size` tokens.
 
     `x`: `[tokens, heads, dim]`, tokens a multiple of `group_size`. Returns codes 0 … 15 (uint8, shaped like
-    `x`), scale and zero (float16, `[groups, heads, dim]`). A scale that is not above 0 becomes 1. Liu et al. 2024,
-    section 3.
+    `x`), scale and zero (float16, `[groups, heads, dim]`). The scale is (maximum - stored zero) / 15; one that is not
+    above 0 becomes 1. Liu et al. 2024, section 3.
     """
     grouped = x.unflatten(0, (-1, group_size))
     low, high = grouped.amin(1), grouped.amax(1)

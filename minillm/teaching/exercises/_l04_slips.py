@@ -86,6 +86,10 @@ PER_CHANNEL = wrong_versions(
             "high - zero.float()",
             "zero.float() - high",
         ),
+        "computes the scale from the exact minimum instead of the zero point as it is stored": (
+            "high - zero.float()",
+            "high - low",
+        ),
         "divides by 14: sixteen codes have fifteen steps between them": ("/ 15", "/ 14"),
         "gives the scale 1 to channels that change, and 0 to those that do not": (
             "torch.where(scale > 0, scale, 1.0)",

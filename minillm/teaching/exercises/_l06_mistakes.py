@@ -79,6 +79,10 @@ ALLOCATE = (
     WrongVersion("returns the blocks in the order of the free list, not in the order taken", _slice_of_the_end),
     WrongVersion("takes free[-count:], which is the whole list when count is 0", _minus_zero),
     WrongVersion(
+        "takes free[-count:] and reverses it; when count is 0, this is the whole list",
+        lambda free, ref_counts, count: allocate(free, ref_counts, count or len(free)),
+    ),
+    WrongVersion(
         "refuses the last free block (>= instead of >)",
         lambda free, ref_counts, count: None if count >= len(free) else allocate(free, ref_counts, count),
     ),

@@ -50,7 +50,7 @@ def gather_attention(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q·k/√d)·v with GQA. q, k, v: `[tokens, heads, width]`; mask: `[num_queries, num_keys]`, True: visible."""
+    """softmax(q·k/√d)·v with GQA. q, k, v: `[tokens, heads, head_dim]`; mask: `[queries, keys]`, True: visible."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
 

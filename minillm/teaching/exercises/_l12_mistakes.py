@@ -338,6 +338,7 @@ LEVELS = (
             "leaves the zero point out": ("(x - zero) / scale", "x / scale"),
             "adds the zero point instead of subtracting it": ("(x - zero)", "(x + zero)"),
             "multiplies by the scale instead of dividing": ("(x - zero) / scale", "(x - zero) * scale"),
+            "does not divide by the scale": ("(x - zero) / scale", "x - zero"),
             "makes 15 steps of the lower level instead of 16": ("* 16)", "* 15)"),
             "makes 8 steps of the lower level instead of 16": ("* 16)", "* 8)"),
             "quantises the value again instead of what the upper code leaves over": ("(steps - upper)", "steps"),

@@ -53,6 +53,7 @@ BREAK_EVEN = wrong_versions(
             "0.0 if saved > latency else math.inf",
         ),
         "rounds down to whole tokens": (_TOKENS, "latency // saved if saved > 0 else math.inf"),
+        "rounds up to whole tokens": (_TOKENS, "-(-latency // saved) if saved > 0 else math.inf"),
         "multiplies the latency by what a token saves; divide": (_TOKENS, "latency * saved if saved > 0 else math.inf"),
     },
 )

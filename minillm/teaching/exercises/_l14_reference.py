@@ -12,8 +12,8 @@ from minillm.teaching.workshop.l14_store import Key
 
 
 def break_even_tokens(kv_bytes: float, bandwidth: float, latency: float, seconds_per_token: float) -> float:
-    """Return the number of tokens from which on loading keys and values is faster than computing them; `math.inf` if
-    it never is.
+    """Return the number of tokens, not rounded, from which on loading keys and values is faster than computing them;
+    `math.inf` if it never is.
 
     Loading takes `latency` seconds and, for each token, `kv_bytes` over a link of `bandwidth` bytes per second.
     Computing takes `seconds_per_token`.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def column_parallel(x: Tensor, weight: Tensor, bias: Tensor, rank: int, size: int) -> Tensor:
-    """Return what `rank` of `size` computes of y = x Wᵀ + b if the outputs are split: its own outputs, from all inputs.
+    """Return what `rank` of `size` computes of y = x weightᵀ + bias with split outputs: its own, from all inputs.
 
     `x`: `[tokens, in]`, `weight`: `[out, in]`, `bias`: `[out]` → `[tokens, out / size]`.
     """
@@ -18,7 +18,7 @@ def column_parallel(x: Tensor, weight: Tensor, bias: Tensor, rank: int, size: in
 
 
 def row_parallel(parts: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
-    """Return y = x Wᵀ + b from inputs that are split: `parts[r]` is on rank r. The sum over ranks is the all-reduce.
+    """Return y = x weightᵀ + bias from split inputs: `parts[r]` is on rank r. The sum over ranks is the all-reduce.
 
     `parts[r]`: `[tokens, in / len(parts)]`, `weight`: `[out, in]`, `bias`: `[out]` → `[tokens, out]`.
     """
@@ -46,10 +46,11 @@ def all_reduce_seconds(num_bytes: float, size: int, bandwidth: float, latency: f
 
 
 def route(blocks: Sequence[int], cached: Sequence[set[int]], queued: Sequence[int]) -> int:
-    """Return the replica for a request: the one that has the longest beginning of its blocks; of equals the one with
-    the fewest requests queued; of equals the first.
+    """Return the replica for a request: the one that has the longest beginning of its blocks; among equals the one
+    with the fewest waiting requests, and among those the first.
 
-    `blocks`: hashes of the prompt's blocks; `cached[r]`: those that replica r has; `queued[r]`: its requests.
+    `blocks`: hashes of the prompt's blocks; `cached[r]`: those that were sent to replica r; `queued[r]`: the number of
+    its waiting requests.
     """
 
     def hits(replica: int) -> int:

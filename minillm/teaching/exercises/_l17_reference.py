@@ -24,8 +24,8 @@ def tiled_lse(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
 def backward_in_chunks(
     run: Callable[[int, int, Tensor], tuple[Tensor, Tensor]], chunks: Sequence[tuple[int, int]], kept: Tensor
 ) -> Tensor:
-    """Add the gradients of the sum of all chunks' losses, one chunk's graph at a time. Returns what was sent to the
-    rows: the gradient that each row of `kept` got from later chunks, `[n, width]`.
+    """Add the gradients of all chunks' losses to the parameters that `run` uses, one chunk's graph at a time. Returns
+    what was sent to the rows: the gradient that each row of `kept` got from later chunks, `[n, width]`.
 
     `run(start, end, past)` → the loss of tokens start to end, and their rows, which later chunks read. `past`: the rows
     of all tokens before start. `kept`: the rows of all tokens, without a graph. (OOMB, 2026.)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,10 @@ def _diagnose_attention(attempt: Attempt) -> str | None:
     if not isinstance(got, Tensor) or got.shape != attempt.expected.shape:
         return None
     if got.isnan().any():
-        return "your function returns NaN: all scores of a token are -inf, or an exp overflowed"
+        return (
+            "your function returns NaN: 0 times inf (a mask of 0 and 1 multiplied by -inf; use masked_fill), all "
+            "scores of a token at -inf, or an exp that overflowed"
+        )
     group = got.shape[1] // values.shape[1]
     own, low, high = (x.repeat_interleave(group, dim=-2) for x in (values[0], values.amin(0), values.amax(0)))
     if (got < low - 1e-4).any() or (got > high + 1e-4).any():
@@ -356,7 +360,9 @@ def _sampling_cases() -> list[Case]:
 def _diagnose_sampling(attempt: Attempt) -> str | None:
     """Whether the answer draws tokens that must be dropped, or never draws one that must be kept."""
     got, expected = attempt.got, attempt.expected
-    if not (isinstance(got, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in got)):
+    if any(token is None for token in got):
+        return "your function returns None for some of these uniforms: a path through it ends without a return value"
+    if not all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in got):
         return "your function does not return a token id as an int: convert a tensor with int(...)"
     surplus, missing = sorted(set(got) - set(expected)), sorted(set(expected) - set(got))
     if surplus:
@@ -496,7 +502,7 @@ def _diagnose_loop(attempt: Attempt) -> str | None:
         return "your function does not pass the prompt and all new tokens to the model"
     if isinstance(got["new tokens"], list) and len(got["new tokens"]) != len(expected["new tokens"]):
         return "your function calls the model correctly, but returns another part of the list than the new tokens"
-    if any(type(token) is not int for token in got["new tokens"]):
+    if not all(isinstance(token, int | np.integer) for token in got["new tokens"]):
         return "your function returns tokens that are not ints: convert a tensor with int(...)"
     return "your function calls the model correctly, but chooses other tokens than the argmax of the last row"
 
@@ -585,7 +591,7 @@ def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
 def _diagnose_work(attempt: Attempt) -> str | None:
     """Whether the rows, the pairs or both are wrong."""
     expected, got = attempt.expected, attempt.got
-    if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(number, int) for number in got)):
+    if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(number, int | np.integer) for number in got)):
         return "your function does not return two ints: each is a sum, and // halves without making a float"
     wrong = [name for name, e, g in zip(("rows", "pairs"), expected, got, strict=True) if e != g]
     if len(wrong) == 2:

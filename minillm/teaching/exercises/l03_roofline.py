@@ -358,9 +358,10 @@ _MBU = Exercise(
 def mean_pool_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
     """Return a key or value projection with fewer heads: each new head is the mean of a group of old ones.
 
-    `weight`: `[num_heads * head_dim, hidden]`, head after head; `num_kv_heads` divides `num_heads`. Returns
+    `weight`: `[num_heads * head_dim, hidden]`, one KV head after the other. `num_heads`: the KV heads that it has now,
+    not the query heads; `num_kv_heads`: those that the result has, a divisor. Returns
     `[num_kv_heads * head_dim, hidden]`. Groups are consecutive heads, because query head h reads KV head
-    h // (num_heads / num_kv_heads). Source: Ainslie et al. 2023, section 2.1; they then train for 5% of the original
+    h // (query heads per KV head). Source: Ainslie et al. 2023, section 2.1; they then train for 5% of the original
     steps.
     """
     heads = weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1))

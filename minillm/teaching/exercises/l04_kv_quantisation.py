@@ -32,7 +32,7 @@ def _symmetric_cases() -> list[Case]:
     return [
         Case("one row", (_rows([1.0, -2.1, 0.3, 4.0]), 127)),
         Case("the largest number is negative", (_rows([1.0, -5.0, 0.7, 2.4]), 127)),
-        Case("seven levels, for four bits", (_rows([1.0, -2.1, 0.3, 4.0]), 7)),
+        Case("largest code 7, for four bits", (_rows([1.0, -2.1, 0.3, 4.0]), 7)),
         Case("a large row and a small one", (_rows([30.0, -9.2, 4.1, 2.0], [0.02, 0.012, -0.03, 0.004]), 127)),
         Case("two heads of one token", (torch.tensor([[[8.0, -3.1], [0.5, 0.13]]]), 127)),
         Case("a row of zeros", (_rows([0.0, 0.0, 0.0], [1.0, 2.1, -3.0]), 127)),

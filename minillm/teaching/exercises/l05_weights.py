@@ -41,7 +41,7 @@ _ROWS = Exercise(
     diagnose=_scale_direction,
     cases=lambda: [
         Case("one row", (torch.tensor([[12.7, -3.04, 0.26]]),)),
-        Case("two rows, one small and one large", (torch.tensor([[1.27, 0.4, -0.3], [50.8, -9.0, 3.1]]),)),
+        Case("two rows, one small and one large", (torch.tensor([[1.27, 0.4, -0.3], [50.8, -9.1, 3.1]]),)),
         Case("the largest weight of a row is negative", (torch.tensor([[0.5, -2.54], [0.31, 1.27]]),)),
         Case("a row of zeros", (torch.tensor([[0.0, 0.0, 0.0], [1.27, 0.52, -0.33]]),)),
         Case("a row of very small weights", (torch.tensor([[1e-4, -3.1e-5, 5.6e-5], [1.27, 0.52, -0.33]]),)),
@@ -85,7 +85,7 @@ _LINEAR = Exercise(
         "Σ (cx·sx)(cw·sw) = sx·sw·Σ cx·cw, where sx belongs to the token (a row of the result) and sw to the output "
         "(a column). The sum does not fit into int8: 127 · 127 alone is 16129. Convert the codes first.",
         "x_codes, x_scale = …; return (… @ codes.float().T) times the two scales, one shaped [tokens, 1], one [out].",
-        body(w8a8_linear),
+        "The whole of it (if you have skipped quantise_rows, call my_rows instead):" + body(w8a8_linear),
     ),
     wrong=(*LINEAR, *slips.LINEAR),
 )
@@ -179,8 +179,8 @@ def _same_split(expected: object, got: object) -> str | None:
     return None if alike and torch.equal(dense + sparse, weight) and not (dense * sparse).any() else problem
 
 
-def _kinds(parts: Sequence[Tensor]) -> list[tuple[object, object]]:
-    return [(list(part.shape), str(part.dtype)) if isinstance(part, Tensor) else (None, None) for part in parts]
+def _kinds(parts: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    return [(list(p.shape), str(p.dtype), str(p.layout)) if isinstance(p, Tensor) else (None,) for p in parts]
 
 
 def _sizes(part: Tensor) -> Tensor:

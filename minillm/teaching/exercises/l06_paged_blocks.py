@@ -115,7 +115,7 @@ _ATTENTION = Exercise(
         "the last len(q) of them, so the mask needs lesson 2's offset.",
         "slots = torch.tensor(slot_mapping(…)). New token i has position seq_len - len(q) + i and may see key j "
         "if j <= that position: mask is [num_new, seq_len]. Then attention(q, keys[slots], values[slots], mask).",
-        body(gather_attention),
+        "The whole of it (if you have skipped slot_mapping, call my_slots instead):" + body(gather_attention),
     ),
     wrong=(*ATTENTION, *slips.ATTENTION),
 )
@@ -175,7 +175,8 @@ _OWN = Exercise(
         "put the new block into the table, release the old one.",
         "old = block_table[index]; return if …; [new] = allocate(free, ref_counts, 1); copy slots … of keys and of "
         "values; block_table[index] = new; release(…). Block b covers slots b · block_size … (b + 1) · block_size - 1.",
-        body(own_block),
+        "The whole of it (if you have skipped allocate or release, call my_allocate or my_release instead):"
+        + body(own_block),
     ),
     wrong=(*OWN, *slips.OWN),
     run_case=use_own,

@@ -147,7 +147,8 @@ _VERIFY = Exercise(
         "residual if draft n was rejected, from the row itself if there is no draft n.",
         "n = 0; while n < len(drafts) and …: n += 1. Then last = … if n < len(drafts) else p[n : n + 1], and return "
         "[*drafts[:n], int(sample(last, uniforms[-1:]))]. The condition and the residual are missing.",
-        body(verify_chain),
+        "The whole of it (if you have skipped accept_rule or residual, call my_accept or my_residual instead):"
+        + body(verify_chain),
     ),
     wrong=(*VERIFY, *slips.VERIFY),
 )

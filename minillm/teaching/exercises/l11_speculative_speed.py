@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,7 @@ _TOKENS = Exercise(
 
 def _about_gamma(attempt: Attempt) -> str | None:
     alphas, c, v = attempt.case.args
-    if not isinstance(attempt.got, int):
+    if not isinstance(attempt.got, int | np.integer):
         return f"return one number of drafts, an int, and not a value of type {type(attempt.got).__name__}"
     if not 0 <= attempt.got <= len(alphas):
         return f"the number of drafts must be from 0 to {len(alphas)}"
@@ -196,8 +197,10 @@ def _about_choice(attempt: Attempt) -> str | None:
     got = attempt.got
     if not isinstance(got, list) or len(got) != len(survival):
         return "return one number for each request"
-    if not all(isinstance(n, int) and 0 <= n <= len(chances) for n, chances in zip(got, survival, strict=True)):
+    whole = all(isinstance(n, int | np.integer) for n in got)
+    if not whole or not all(0 <= n <= len(chances) for n, chances in zip(got, survival, strict=True)):
         return "a request gets from 0 to all of its drafts"
+    got = list(map(int, got))
 
     def rate(counts: list[int]) -> float:
         tokens = sum(1 + sum(chances[:n]) for n, chances in zip(counts, survival, strict=True))

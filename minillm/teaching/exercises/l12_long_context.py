@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -174,7 +175,7 @@ _VIEW = Exercise(
 def _about_choice(attempt: Attempt) -> str | None:
     _, _, count, most = attempt.case.args
     got = attempt.got
-    if not isinstance(got, list) or not all(isinstance(block, int) for block in got):
+    if not isinstance(got, list) or not all(isinstance(block, int | np.integer) for block in got):
         return "return a list of block indices"
     if wrong := [block for block in got if not 0 <= block < count]:
         return f"there is no block {wrong[0]}: the blocks are 0 to {count - 1}"
@@ -188,7 +189,10 @@ def _about_choice(attempt: Attempt) -> str | None:
     if missing := [block for block in range(count - window, count) if block not in got]:
         return f"block {missing[0]} belongs to the window, and is missing"
     block = next(block for block in attempt.expected if block not in got)
-    return f"block {block} is missing, although it got more attention than a block that was taken"
+    return (
+        f"block {block} is missing, although it got no less attention than a block that was taken (of equals, the "
+        "earlier one stays)"
+    )
 
 
 def _attention(*rows: list[float]) -> Tensor:
@@ -256,7 +260,8 @@ def _about_levels(attempt: Attempt) -> str | None:
         if bool((got < low).any() or (got > high).any()):
             return f"the {name} codes go from {int(got.min())} to {int(got.max())}; four bits hold {low} to {high}"
         if not torch.equal(got.float(), wanted.float()):
-            return f"{name} codes: {about_tensor(wanted.float(), got.float(), ('row', 'number'))}"
+            fact = about_tensor(wanted.float(), got.float(), ("row", "number"), f"the {name} codes")
+            return fact or f"the {name} codes are wrong: write down (x - zero) / scale for the first number"
     return None
 
 

@@ -37,7 +37,10 @@ def _about_channels(attempt: Attempt) -> str | None:
             return "the channels are not in ascending order"
         if set(mine) != set(right):
             missing = next(channel for channel in right if channel not in mine)
-            return f"KV head {head} drops channel {missing}, although it keeps one with a lower score"
+            return (
+                f"KV head {head} drops channel {missing}, although it keeps one with no higher score (of equals, the "
+                "earlier one stays)"
+            )
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,8 +31,8 @@ def _about_break_even(attempt: Attempt) -> str | None:
     if math.isinf(got) != math.isinf(attempt.expected):
         return "math.inf means that loading is never faster: a token takes at least as long to load as to compute"
     load, compute = latency + got * kv_bytes / bandwidth, got * seconds_per_token
-    which = "loading" if load < compute else "computing"
-    return f"{got:g} tokens take {load:g} s to load and {compute:g} s to compute, so {which} is already faster"
+    which, when = ("loading", "already") if load < compute else ("computing", "still")
+    return f"{got:g} tokens take {load:g} s to load and {compute:g} s to compute, so {which} is {when} faster"
 
 
 _BREAK_EVEN = Exercise(
@@ -63,7 +64,7 @@ _BREAK_EVEN = Exercise(
 def _about_split(attempt: Attempt) -> str | None:
     count, kv_bytes, hidden_bytes, bandwidth, seconds_per_token = attempt.case.args
     got = attempt.got
-    if not isinstance(got, int) or isinstance(got, bool):
+    if not isinstance(got, int | np.integer) or isinstance(got, bool):
         return "return a whole number of tokens, an int"
     if not 0 <= got <= count:
         return f"of {count} tokens, {got} cannot be recomputed"
@@ -169,7 +170,7 @@ def _about_entry(attempt: Attempt) -> str | None:
     if not (isinstance(got, tuple) and len(got) == 3):
         return "return None, or three values: an index, a number of positions, and whether the entry is exact"
     index, shift, exact = got
-    if not isinstance(index, int) or not 0 <= index < len(entries):
+    if not isinstance(index, int | np.integer) or not 0 <= index < len(entries):
         return f"there is no entry {index}: the entries are 0 to {len(entries) - 1}"
     entry = entries[index]
     for name in ("text", "model", "dtype", "format"):
@@ -208,8 +209,8 @@ def _entry_cases() -> list[Case]:
         cases.append(Case(f"another {name} in the same place, and a later entry fits", (misleading, _WANTED)))
     elsewhere = replace(_WANTED, before="import re")
     cases += [
-        Case("the same position behind another text of the same length", ([elsewhere], _WANTED)),
-        Case("the same behind another text, and exactly the same later", ([elsewhere, _ALONE, there], _WANTED)),
+        Case("the same position after another text of the same length", ([elsewhere], _WANTED)),
+        Case("the same after another text, and exactly the same later", ([elsewhere, _ALONE, there], _WANTED)),
         Case("two exact entries", ([replace(_ALONE, text="x"), there, there], _WANTED)),
         Case(
             "two usable entries at other positions",

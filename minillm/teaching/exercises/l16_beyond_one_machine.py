@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -205,7 +206,7 @@ _SECONDS = Exercise(
 def _about_route(attempt: Attempt) -> str | None:
     blocks, cached, queued = attempt.case.args
     got, expected = attempt.got, attempt.expected
-    if not isinstance(got, int) or isinstance(got, bool) or not 0 <= got < len(cached):
+    if not isinstance(got, int | np.integer) or isinstance(got, bool) or not 0 <= got < len(cached):
         return f"return the number of a replica, from 0 to {len(cached) - 1}"
 
     def hits(replica: int) -> int:
@@ -249,7 +250,7 @@ _ROUTE = Exercise(
     hints=(
         "Of which blocks can a replica use the keys and values, if one in the middle is missing?",
         "Count blocks from the first on, and stop at the first that is not in cached[r]. Take the replica with the "
-        "highest count; of equals the one with the lowest queued[r]; of equals the first.",
+        "highest count; among equals the one with the lowest queued[r], and among those the first.",
         "def hits(replica):\n    count = 0\n    while …:\n        count += 1\n    return count\n\n"
         "return min(range(len(cached)), key=lambda r: (…, …))",
         body(route),

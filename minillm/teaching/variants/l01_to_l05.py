@@ -122,7 +122,7 @@ def _pool(d: Draw) -> Case:
 def _symmetric(d: Draw) -> Case:
     levels = d.one_of(127, 7, 31)
     x = d.normal(d.int(2, 4), d.int(1, 3), d.int(3, 8)) * d.float(0.1, 20)
-    return Case(f"shape {list(x.shape)}, {levels} levels", (x, levels))
+    return Case(f"shape {list(x.shape)}, levels = {levels}", (x, levels))
 
 
 def _pack(d: Draw) -> Case:
