@@ -168,7 +168,6 @@ def slot_mapping(block_table: list[int], start: int, num_tokens: int, block_size
 
 # %%
 check("l06.slot_mapping")
-my_slots = use("l06.slot_mapping")
 
 # %% [markdown]
 # ### Exercise 4: attention through the table
@@ -179,6 +178,9 @@ my_slots = use("l06.slot_mapping")
 
 
 # %%
+my_slots = use("l06.slot_mapping")
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """softmax(q·k/√d)·v with GQA. q, k, v: `[tokens, heads, head_dim]`; mask: `[queries, keys]`, True: visible."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
