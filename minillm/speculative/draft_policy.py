@@ -251,6 +251,7 @@ class AdaptiveDrafts:
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
+        self._has_first_drafts = False
         has_own_seeds = any(request.samples_with_own_seed for request in requests)
         if self._steps_left and self._work == (num_rows, requests):
             found = DraftPlan(self._counts)
@@ -356,7 +357,6 @@ class AdaptiveDrafts:
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
         if drafts and self._has_first_drafts:
-            self._has_first_drafts = False
             return
         plain, extra = self._expected_seconds(drafts, num_rows, num_context)
         self._overhead.add(bool(drafts), seconds, plain, extra)

@@ -14,7 +14,7 @@ PLAIN_STEPS = COMPARED_STEPS
 FIRST_PLAIN, PLAIN_EVERY = 8, 512
 """Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 512."""
 LEAST_GAIN = 0.95
-"""Measured speed-up below which drafting rests. It is known to some hundredths only."""
+"""Measured speed-up below which drafting rests: a smaller loss is within the error of the measurement."""
 FIRST_REST, LONGEST_REST = 64, 512
 """Steps that a rest lasts: 64 at first, doubled each time up to 512, until a gain is measured."""
 TOKENS_WEIGHT, STEPS_WEIGHT, TURNS_WEIGHT = 0.01, 0.1, 0.3
@@ -59,8 +59,8 @@ class PlainTurns:
 
     The other compares the times of steps with drafts and without. Of a `FallbackDrafts` no method drafts in these
     steps: otherwise each would be compared with the other only, and nobody would see that both lose. And here it is
-    measured, whatever was predicted, how many more tokens per second the steps with drafts gave than those without. If
-    it was fewer, drafting rests for a while.
+    measured, whatever was predicted, how many times as many tokens per second the steps with drafts gave as those
+    without. Below `LEAST_GAIN`, drafting rests for a while.
     """
 
     def __init__(self, policy: DraftPolicy) -> None:
@@ -81,6 +81,7 @@ class PlainTurns:
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. A request that samples with a seed of its own always gets all its drafts."""
+        self._accepted = 0
         if self._drafted_steps >= self._plain_after:
             self._drafted_steps, self._plain_left = 0, PLAIN_STEPS
             self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
@@ -127,12 +128,11 @@ class PlainTurns:
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
-        num_requests, accepted = num_rows - sum(drafts.values()), self._accepted
-        self._accepted = 0
+        num_requests = num_rows - sum(drafts.values())
         if drafts:
             self._drafted_steps += 1
             self._drafted.add(num_requests, seconds)
-            self._tokens.add(1 + accepted / num_requests, TOKENS_WEIGHT)
+            self._tokens.add(1 + self._accepted / num_requests, TOKENS_WEIGHT)
         elif self._is_turn:
             self._plain.add(num_requests, seconds)
         self.policy.step_finished(drafts, num_rows, num_context, seconds)

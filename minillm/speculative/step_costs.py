@@ -46,7 +46,8 @@ LARGEST_CHANGE = 2.0
 PRIOR_COMPARISONS = 4
 """How many comparisons the measured costs weigh as much as."""
 NOISE = 0.15
-"""Relative error of a step's time."""
+"""What drafts add, as a share of a step, below which it says little: about the error of a step's time on a shared
+machine."""
 LEAST_SHARE = 0.1
 """Drafts add at least this share of what they should: they are never free."""
 

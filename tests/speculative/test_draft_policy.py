@@ -277,6 +277,7 @@ def test_drafts_stop_where_they_add_more_than_was_measured(plain: float, extra: 
     """What slows both kinds of steps down changes nothing."""
     policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 10.0}, 0.0, 0.1, 0.1)), a_request()
     judged(policy, request, 0.6)
+    policy.plan([request], 1)  # the next step: in the one before, the drafter read the prompt
     ran(policy, request, plain, extra)
     policy._steps_left = 0
     plan = policy.plan([request], 1)
@@ -583,3 +584,16 @@ def test_estimates_survive_any_number_of_rounds() -> None:
     for _ in range(3000):  # tries in which nothing was found to draft
         policy._forget_half(request)
     assert policy.survival(request)[0] < 0.3
+
+
+def test_a_step_with_the_first_drafts_of_a_request_is_not_compared() -> None:
+    """The drafter reads the prompt in it."""
+    policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
+    for step in range(2 * COMPARED_STEPS):
+        policy.plan([request], 1)
+        if step < COMPARED_STEPS:
+            policy.step_finished({}, 1, 3, 1.0)
+            continue
+        policy.judged(request, 4, 4, 4)
+        policy.step_finished({request: 4}, 5, 3, 50.0 if step == COMPARED_STEPS else 1.0)
+    assert policy._overhead.num_comparisons == COMPARED_STEPS - 1 - SETTLING_STEPS

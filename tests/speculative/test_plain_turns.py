@@ -125,3 +125,14 @@ def test_steps_with_another_number_of_requests_are_not_compared() -> None:
             assert not any(policy.plan(some[:1], 1).num_drafts)
             policy.step_finished({}, 1, 3, 1.0)
     assert not policy._ratio.count
+
+
+def test_drafts_accepted_beside_a_prompt_are_no_gain_of_the_next_step() -> None:
+    """Such a step is not told, so its tokens must not count for a step that is."""
+    policy, request = PlainTurns(FixedDrafts(4)), a_request()
+    for step in range(2 * FIRST_PLAIN):
+        if any(policy.plan([request], 1).num_drafts):
+            policy.judged(request, 4, 4, 4 * (step % 2))
+            if step % 2 == 0:
+                policy.step_finished({request: 4}, 5, 3, 1.0)
+    assert policy._tokens.value == 1.0
