@@ -34,7 +34,7 @@ from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedD
 from minillm.speculative.drafter import DraftContext, Drafter
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts
-from minillm.speculative.plain_turns import PlainTurns
+from minillm.speculative.loss_limit import LossLimit
 from minillm.speculative.rejection_sampler import EXACT
 from minillm.speculative.step_costs import measure
 from minillm.tokenizer import Tokenizer
@@ -153,7 +153,8 @@ def _draft_policy(
     if speculative is None:
         return None
     policy = _policy_of(speculative, target, drafter, num_blocks, max_model_len)
-    return PlainTurns(policy) if speculative.adaptive else policy
+    first = policy.first if isinstance(policy, FallbackDrafts) else policy
+    return LossLimit(policy, first.costs) if isinstance(first, AdaptiveDrafts) else policy
 
 
 def _policy_of(

@@ -18,14 +18,15 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from minillm.request import Request
-from minillm.speculative.step_costs import COMPARED_STEPS, SETTLING_STEPS, DraftingOverhead, StepCosts
+from minillm.speculative.step_costs import StepCosts
+from minillm.speculative.step_times import DraftingOverhead, PlainTimes
 
 MIN_GAIN = 1.07
 """Speed-up, as predicted, below which nothing is drafted: a smaller gain is within the error of a prediction."""
-TRY_STEPS, PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 16, 64
+TRY_STEPS, PLAN_STEPS, IDLE_PLAN_STEPS = 6, 16, 64
 """Steps that a decision holds for while the same requests decode: to try drafts, to draft, and at most to draft
 nothing. Acceptance changes slowly, and deciding takes time."""
-BEFORE_DECISION = COMPARED_STEPS + SETTLING_STEPS
+BEFORE_DECISION = 8
 """For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it, so
 that a try is compared with the steps just before."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512
@@ -235,6 +236,7 @@ class AdaptiveDrafts:
     _counts: list[int] = field(init=False, default_factory=list)
     """What was decided, without regard to requests with a seed of their own."""
     _steps_left: int = field(init=False, default=0)
+    _plain_times: PlainTimes = field(init=False)
     _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
     _has_first_drafts: bool = field(init=False, default=False)
     """Whether this step had the first drafts of a request. It is not counted: the drafter reads the prompt in it."""
@@ -248,6 +250,7 @@ class AdaptiveDrafts:
 
     def __post_init__(self) -> None:
         self._all = Acceptance(self.max_drafts, self.memory**0.5)
+        self._plain_times = PlainTimes(self.costs)
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
@@ -266,7 +269,7 @@ class AdaptiveDrafts:
             self._idle_steps = 0
         else:
             self._idle_steps += 1
-            if not self._overhead.compares and not has_own_seeds:
+            if not has_own_seeds:
                 return replace(found, num_steps=max(1, self._steps_left + 1 - BEFORE_DECISION))
         return self._with_own_seeds(requests, found) if has_own_seeds else found
 
@@ -274,7 +277,6 @@ class AdaptiveDrafts:
         """See `DraftPolicy.plan_held`."""
         self._idle_steps += num_steps
         self._steps_left -= num_steps
-        self._overhead.resume()
 
     def _decide(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         survival = [self.survival(request) for request in requests]
@@ -329,7 +331,9 @@ class AdaptiveDrafts:
         """What a step takes in which so many of `requests` have `count` drafts each, on average, in steps without."""
         context = sum(request.num_tokens for request in requests)
         plain = self.costs.target(num_rows, context)
-        drafted = self.costs.draft(drafting, count) + self.costs.target(num_rows + drafting * count, context)
+        extra = drafting * count
+        target = self.costs.target(num_rows + extra, context, 1 + extra / len(requests))
+        drafted = self.costs.draft(drafting, count) + target
         return 1 + self._overhead.added(drafted / plain - 1)
 
     def _forget_half(self, request: Request) -> None:
@@ -356,23 +360,28 @@ class AdaptiveDrafts:
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
-        if drafts and self._has_first_drafts:
+        num_requests = num_rows - sum(drafts.values())
+        if not drafts:
+            self._plain_times.add(num_requests, num_context, seconds)
             return
-        plain, extra = self._expected_seconds(drafts, num_rows, num_context)
-        self._overhead.add(bool(drafts), seconds, plain, extra)
+        self._plain_times.drafted()
+        plain = self._plain_times.seconds(num_requests, num_context)
+        if plain is not None and not self._has_first_drafts:
+            self._overhead.add(seconds / plain - 1, self._expected(drafts, num_requests, num_context))
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
         """See `DraftPolicy.added_seconds`."""
-        plain, extra = self._expected_seconds(drafts, num_rows, num_context)
-        return plain * self._overhead.added(extra / plain) if drafts else 0.0
-
-    def _expected_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> tuple[float, float]:
-        """By `costs` alone: what a step with `num_rows` rows in all should take without `drafts`, and what they add."""
-        plain = self.costs.target(num_rows - sum(drafts.values()), num_context)
         if not drafts:
-            return plain, 0.0
-        drafting = self.costs.draft(len(drafts), max(drafts.values()))
-        return plain, drafting + self.costs.target(num_rows, num_context) - plain
+            return 0.0
+        num_requests = num_rows - sum(drafts.values())
+        plain = self._plain_times.seconds(num_requests, num_context) or self.costs.target(num_requests, num_context)
+        return plain * self._overhead.added(self._expected(drafts, num_requests, num_context))
+
+    def _expected(self, drafts: Mapping[Request, int], num_requests: int, num_context: int) -> float:
+        """By `costs` alone: what `drafts` add to a step, as a share of one without."""
+        plain, extra = self.costs.target(num_requests, num_context), sum(drafts.values())
+        target = self.costs.target(num_requests + extra, num_context, 1 + extra / num_requests)
+        return (self.costs.draft(len(drafts), max(drafts.values())) + target) / plain - 1
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
@@ -402,7 +411,8 @@ class AdaptiveDrafts:
             rows += draft.made
             drafting += draft.position == 0
             longest = max(longest, draft.position + 1)
-            extra = self.costs.draft(drafting, longest) + self.costs.target(rows, context) - plain
+            target = self.costs.target(rows, context, 1 + (rows - num_rows) / len(requests))
+            extra = self.costs.draft(drafting, longest) + target - plain
             found.append(tokens / len(requests) / (1 + self._overhead.added(extra / plain)))
         if self.drafts_trees:
             found = [speedup if i % self.max_drafts == 0 else 0.0 for i, speedup in enumerate(found)]

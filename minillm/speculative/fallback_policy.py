@@ -18,8 +18,6 @@ class FallbackDrafts:
 
     def __init__(self, drafter: FallbackDrafter, first: DraftPolicy, second: DraftPolicy) -> None:
         self.drafter, self.first, self.second = drafter, first, second
-        self._planned = True, True
-        """Whether each had planned drafts in the latest plan."""
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. The plan has room for the longer of the two drafts of a request, and the predictions
@@ -27,7 +25,6 @@ class FallbackDrafts:
         plans = [policy.plan(requests, num_rows) for policy in (self.first, self.second)]
         limits = list(zip(*(plan.num_drafts for plan in plans), strict=True))
         self.drafter.limits.update(zip(requests, limits, strict=True))
-        self._planned = any(plans[0].num_drafts), any(plans[1].num_drafts)
         better = max(plans, key=lambda plan: max(plan.speedups, default=0.0))
         num_steps = min(plan.num_steps for plan in plans)
         return DraftPlan(list(map(max, limits)), better.survival, better.speedups, num_steps)
@@ -44,14 +41,14 @@ class FallbackDrafts:
         policy.judged(request, min(num_asked, self.drafter.limits[request][is_second]), num_drafts, num_accepted)
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """See `DraftPolicy.step_finished`. Each policy is told of a step without what the other's drafts should have
-        added. A method that was to draft and did not, because the other had drafts, is told nothing."""
+        """See `DraftPolicy.step_finished`. Each policy is told of steps with its own drafts, without what the other's
+        should have added, and of steps without any."""
         of_first, of_second = self._by_proposer(drafts)
-        for policy, own, other, others, planned in (
-            (self.first, of_first, self.second, of_second, self._planned[0]),
-            (self.second, of_second, self.first, of_first, self._planned[1]),
+        for policy, own, other, others in (
+            (self.first, of_first, self.second, of_second),
+            (self.second, of_second, self.first, of_first),
         ):
-            if own or not others or not planned:
+            if own or not others:
                 beside = other.added_seconds(others, num_rows, num_context) if others else 0.0
                 policy.step_finished(own, num_rows - sum(others.values()), num_context, seconds - beside)
 

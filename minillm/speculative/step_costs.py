@@ -1,8 +1,6 @@
 """What a step costs on this machine: a forward of the target by its rows, and drafting.
 
-It is measured when an engine starts. With all that an engine does around a forward, steps with drafts and without take
-longer, and not equally so; and many requests are not as much work as one with as many rows. So `DraftingOverhead`
-compares steps while the engine runs.
+It is measured when an engine starts. `step_times.py` corrects it by what steps take while the engine runs.
 """
 
 from __future__ import annotations
@@ -32,25 +30,6 @@ FEW_ROWS, RARELY = 8, 4
 ROUNDS, SECONDS = 60, 0.5
 """Everything is measured in turn, at most so many times and, once it has been twice, for so many seconds."""
 
-COMPARED_STEPS = 6
-"""After a switch between drafting and not drafting, the steps up to this one are compared with the steps before the
-switch."""
-SETTLING_STEPS = 2
-"""The first steps after a switch, which are not: they find other code and data in the processor's caches."""
-RECENT_WEIGHT = 0.1
-"""What the latest step weighs in the mean of the steps of its kind since the change."""
-NEWEST_WEIGHT = 0.05
-"""What the latest comparison weighs in a `DraftingOverhead`."""
-LARGEST_CHANGE = 2.0
-"""A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
-PRIOR_COMPARISONS = 4
-"""How many comparisons the measured costs weigh as much as."""
-NOISE = 0.15
-"""What drafts add, as a share of a step, below which it says little: about the error of a step's time on a shared
-machine."""
-LEAST_SHARE = 0.1
-"""Drafts add at least this share of what they should: they are never free."""
-
 
 @dataclass
 class StepCosts:
@@ -59,13 +38,15 @@ class StepCosts:
     forward: dict[int, float]
     """One forward of the target by its number of rows, ascending."""
     context_token: float = 0.0
-    """What each token that a request has in the cache adds to a forward, however many rows the request has."""
+    """What each token that a request has in the cache adds to a forward, for its first row."""
     first_draft: float = 0.0
     """Drafting one token for one request."""
     next_draft: float = 0.0
     """Each further token; they are drafted one after the other."""
     next_request: float = 0.0
     """Each further request, per token; requests are drafted together."""
+    context_row: float = 0.0
+    """What each token in the cache adds for each further row of its request: less, because it is read once."""
 
     @cached_property
     def _by_rows(self) -> list[float]:
@@ -79,7 +60,7 @@ class StepCosts:
         (before, shorter), (last, longer) = list(self.forward.items())[-2:]
         return (longer - shorter) / (last - before)
 
-    def target(self, num_rows: float, num_context: int) -> float:
+    def target(self, num_rows: float, num_context: int, rows_per_request: float = 1.0) -> float:
         """One forward of `num_rows` rows, on average, over requests with `num_context` tokens in all."""
         whole, last = int(num_rows), len(self._by_rows) - 1
         if whole < last:
@@ -87,7 +68,7 @@ class StepCosts:
             found += (num_rows - whole) * (self._by_rows[whole + 1] - found)
         else:
             found = self._by_rows[last] + (num_rows - last) * self._further_row
-        return found + self.context_token * num_context
+        return found + (self.context_token + self.context_row * (rows_per_request - 1)) * num_context
 
     def draft(self, num_requests: int, num_drafts: float) -> float:
         """Drafting up to `num_drafts` tokens, at least one, for each of `num_requests` requests."""
@@ -95,95 +76,20 @@ class StepCosts:
         return one + self.next_request * (num_requests - 1) * num_drafts
 
 
-@dataclass
-class DraftingOverhead:
-    """How much more drafts cost than their `StepCosts` say: what they add to a step, relative to what they should.
-
-    Other programs and the processor's clock change from second to second how long every step takes. So steps with
-    drafts are compared with the steps without drafts just before or behind them:
-
-        added  =  time with drafts / time without - 1          each in multiples of what it should take without drafts
-
-    What drafts will add lies on a line through the means of what they added and of what they should have added. Its
-    slope is the quotient of these means, but close to 1 where both are no more than noise.
-    """
-
-    num_comparisons: int = 0
-    _added: float = 0.0
-    _expected: float = 0.0
-    _has_drafts: bool = False
-    _num_steps: int = 0
-    """Steps of the present kind since the latest change."""
-    _recent: tuple[float, float] = (1.0, 0.0)
-    """Of these steps without the first few: the mean of their times, and of what drafts should add, both in multiples
-    of what they should take without drafts. The latest weigh more."""
-    _before: tuple[float, float] | None = None
-    """`_recent` of the other kind when it changed."""
-
-    def added(self, expected: float) -> float:
-        """What drafts add to a step that, by the measured costs, should add `expected` of it."""
-        slope = (self._added + NOISE) / (self._expected + NOISE)
-        return max(self._added + slope * (expected - self._expected), LEAST_SHARE * expected)
-
-    @property
-    def compares(self) -> bool:
-        """Whether the next step, if it is of the present kind, is compared with those before the change."""
-        return self._before is not None and self._num_steps < COMPARED_STEPS
-
-    def resume(self) -> None:
-        """Begin the means anew, after steps that were not counted."""
-        self._before, self._num_steps = None, SETTLING_STEPS
-
-    def forget_half(self) -> None:
-        """Let the next comparisons weigh more than those so far."""
-        self.num_comparisons //= 2
-
-    def add(self, has_drafts: bool, seconds: float, plain: float, extra: float = 0.0) -> None:
-        """Count a step. `plain`: seconds that it should take without drafts; `extra`: what its drafts should add."""
-        step = seconds / plain, extra / plain
-        if has_drafts is not self._has_drafts:
-            self._before = self._recent if self._num_steps > SETTLING_STEPS else None
-            self._has_drafts, self._num_steps = has_drafts, 0
-        self._num_steps += 1
-        if self._num_steps <= SETTLING_STEPS:
-            return
-        weight = max(RECENT_WEIGHT, 1 / (self._num_steps - SETTLING_STEPS))
-        usual = self._recent[0] if weight < 1 else step[0]
-        counted = _within(step[0], usual), step[1]
-        time, expected = self._recent
-        self._recent = time + weight * (counted[0] - time), expected + weight * (counted[1] - expected)
-        if self._before is not None and self._num_steps <= COMPARED_STEPS:
-            drafted, plainly = (step, self._before) if has_drafts else (self._before, step)
-            self._compare(drafted[0] / plainly[0], drafted[1])
-
-    def _compare(self, found: float, expected: float) -> None:
-        """Count a comparison: a step with drafts took `found` times one without, and drafts should add `expected`."""
-        found = _within(found, 1 + self.added(expected))
-        if not self._expected:
-            self._added = self._expected = expected  # what is believed before
-        self.num_comparisons += 1
-        weight = max(NEWEST_WEIGHT, 1 / (self.num_comparisons + PRIOR_COMPARISONS))
-        self._added += weight * (found - 1 - self._added)
-        self._expected += weight * (expected - self._expected)
-
-
-def _within(found: float, usual: float) -> float:
-    """`found`, at most `LARGEST_CHANGE` times what is usual, and at least that part of it."""
-    return min(max(found, usual / LARGEST_CHANGE), usual * LARGEST_CHANGE)
-
-
 def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int) -> StepCosts:
     """Measure on an engine that has no requests yet. It writes to the cache, and gives all blocks back."""
     size = target.block_size
     room = min(max_model_len, num_blocks * size)
-    past, long_past = min(PAST, room // 4), min(LONG_PAST, room - 1)
+    past = min(PAST, room // 4)
     rows = [n for n in ROWS if past + n <= room and n <= (target.cache.max_rollback or n)]
     num_drafts = min(max_drafts, room - past - 1)
     if past < 1 or len(rows) < 2 or num_drafts < 1:
         return StepCosts({1: 1.0, 2: 1.0})  # requests of so few tokens are not worth measuring
+    several = max(n for n in rows if n <= FEW_ROWS)
+    long_past = min(LONG_PAST, room - several)
     length = -(-(past + max(rows[-1], num_drafts + 1)) // size)
     first, second = list(range(length)), list(range(length, 2 * length))
-    long = list(range(2 * length, 2 * length + -(-(long_past + 1) // size)))
+    long = list(range(2 * length, 2 * length + -(-(long_past + several) // size)))
     tables = [first, second] if second[-1] < num_blocks else [first]
     if long[-1] >= num_blocks:
         long, long_past = first, past
@@ -195,6 +101,7 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
         drafter.observe_hidden(requests, weight.new_zeros(len(requests), len(weight)))
     runs: dict[str | int, Callable[[], object]] = {n: partial(_forward, target, first, past, n) for n in rows}
     runs["long"] = partial(_forward, target, long, long_past, 1)
+    runs["long, several rows"] = partial(_forward, target, long, long_past, several)
     for name, count, k in (("draft", 1, 1), ("drafts", 1, num_drafts), ("requests", len(requests), num_drafts)):
         runs[name] = partial(drafter.propose_for_timing, requests[:count], [k] * count)
     took = _time_in_turn(runs, plain=runs[1])
@@ -202,12 +109,15 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
         drafter.request_dropped(request)
     target.cache.free(range(num_blocks))
     drafter.free_blocks(range(num_blocks))
+    further, context = max(1, several - 1), max(1, long_past - past)
+    by_context, by_context_several = took["long"] - took[1], took["long, several rows"] - took[several]
     return StepCosts(
         never_slower_with_fewer_rows({n: took[n] for n in rows}),
-        max(0.0, took["long"] - took[1]) / max(1, long_past - past),
+        max(0.0, by_context) / context,
         took["draft"],
         max(0.0, took["drafts"] - took["draft"]) / max(1, num_drafts - 1),
         max(0.0, took["requests"] - took["drafts"]) / num_drafts,
+        max(0.0, by_context_several - max(0.0, by_context)) / further / context,
     )
 
 

@@ -1,0 +1,119 @@
+"""`LossLimit`: drafting that has cost more time than it saved rests until that is paid back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from minillm.request import Request
+from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
+from minillm.speculative.step_costs import StepCosts
+from minillm.speculative.step_times import DRAFTED_WEIGHT, Mean, PlainTimes, within
+
+PLAIN_STEPS = 6
+"""So many steps at a time go without drafts, to be compared."""
+FIRST_PLAIN, PLAIN_EVERY = 8, 256
+"""Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 256."""
+LOSS_SHARE = 0.02
+"""What drafting may lose in the long run, as a share of the time of the steps without drafts."""
+MOST_LOST, MOST_SAVED = 8, 32
+"""Steps without drafts that drafting may cost before it rests, and those that it may have saved at most before the text
+changes: they, too, may then be lost."""
+
+
+@dataclass
+class LossLimit:
+    """A `DraftPolicy` that asks another, and limits what its drafts may lose, whatever it predicts.
+
+        saved  =  tokens per request · seconds of a step without drafts - seconds          each step with drafts
+               =  `LOSS_SHARE` · seconds                                                   each step without
+
+    Once `MOST_LOST` steps without drafts are lost, drafting rests for as many steps as it takes to be back at zero. To
+    know what steps without drafts take, some go without now and then.
+    """
+
+    policy: DraftPolicy
+    costs: StepCosts
+    _plain_times: PlainTimes = field(init=False)
+    _drafted: Mean = field(init=False, default_factory=lambda: Mean(DRAFTED_WEIGHT))
+    """Seconds of steps with drafts, over those of steps without."""
+    _saved: float = field(init=False, default=0.0)
+    """Seconds."""
+    _plain: float = field(init=False, default=0.0)
+    """Seconds of a step like the latest, without drafts; 0 before that was measured."""
+    _accepted: int = field(init=False, default=0)
+    """Drafts accepted in this step."""
+    _drafted_steps: int = field(init=False, default=0)
+    """Steps with drafts since some went without."""
+    _plain_after: int = field(init=False, default=FIRST_PLAIN)
+    """Steps with drafts before the next steps without."""
+    _compared_left: int = field(init=False, default=0)
+    """Steps without drafts that are left of those to be compared."""
+    _rest_left: int = field(init=False, default=0)
+    """Steps that are left of a rest, which come behind them."""
+
+    def __post_init__(self) -> None:
+        self._plain_times = PlainTimes(self.costs)
+
+    def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
+        """See `DraftPolicy.plan`. A request that samples with a seed of its own always gets all its drafts."""
+        self._accepted = 0
+        if self._saved < -MOST_LOST * self._plain and not self._rest_left:
+            self._compared_left, self._rest_left = PLAIN_STEPS, round(-self._saved / self._plain / LOSS_SHARE)
+        elif self._drafted_steps >= self._plain_after:
+            self._drafted_steps, self._compared_left = 0, PLAIN_STEPS
+            self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
+        if not any(request.samples_with_own_seed for request in requests):
+            if self._compared_left:
+                self._compared_left -= 1
+                return DraftPlan([0] * len(requests))
+            if self._rest_left:
+                return DraftPlan([0] * len(requests), num_steps=self._rest_left)
+        found = self.policy.plan(requests, num_rows)
+        if not any(found.num_drafts):
+            self._drafted_steps = 0
+        return found
+
+    def plan_held(self, num_steps: int) -> None:
+        """See `DraftPolicy.plan_held`."""
+        self._went_without(num_steps)
+        self.policy.plan_held(0 if self._rest_left else num_steps)
+
+    def _went_without(self, num_steps: int) -> None:
+        self._count(LOSS_SHARE * self._plain * num_steps)
+        self._rest_left = max(0, self._rest_left - num_steps)
+
+    def _count(self, saved: float) -> None:
+        self._saved = min(self._saved + saved, MOST_SAVED * self._plain)
+
+    def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
+        """See `DraftPolicy.judged`."""
+        self._accepted += num_accepted
+        self.policy.judged(request, num_asked, num_drafts, num_accepted)
+
+    def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+        """See `DraftPolicy.step_finished`."""
+        num_requests = num_rows - sum(drafts.values())
+        if drafts:
+            self._drafted_steps += 1
+            self._plain_times.drafted()
+        else:
+            self._plain_times.add(num_requests, num_context, seconds)
+        self._plain = self._plain_times.seconds(num_requests, num_context) or 0.0
+        if not drafts:
+            self._went_without(1)
+        elif self._plain:
+            self._drafted.add(took := seconds / self._plain)
+            gained = 1 + self._accepted / num_requests
+            self._count((gained - within(took, self._drafted.value)) * self._plain)
+        self.policy.step_finished(drafts, num_rows, num_context, seconds)
+
+    def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
+        """See `DraftPolicy.added_seconds`."""
+        return self.policy.added_seconds(drafts, num_rows, num_context)
+
+    def may_draft_next(self, requests: Sequence[Request]) -> bool:
+        """See `DraftPolicy.may_draft_next`."""
+        if self._rest_left and not any(request.samples_with_own_seed for request in requests):
+            return False
+        return self.policy.may_draft_next(requests)

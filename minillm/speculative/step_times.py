@@ -1,0 +1,111 @@
+"""How long steps turn out to take, relative to `StepCosts`: without drafts, and how much drafts add.
+
+With all that an engine does around a forward, a step takes longer than its parts, and many requests are not as much
+work as one with as many rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minillm.speculative.step_costs import StepCosts
+
+LARGEST_CHANGE = 2.0
+"""A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
+PLAIN_WEIGHT, DRAFTED_WEIGHT = 0.1, 0.02
+"""What the latest step weighs in the means of steps without drafts and with them. The first are few, and how fast the
+machine is at the moment matters most; of the others, how they differ from those without."""
+SETTLING_STEPS = 2
+"""The first steps without drafts behind others, which are not counted: they find other code and data in the processor's
+caches."""
+PRIOR_STEPS = 8
+"""How many steps with drafts the measured costs weigh as much as."""
+NOISE = 0.15
+"""What drafts add, as a share of a step, below which it says little: about the error of a step's time on a shared
+machine."""
+LEAST_SHARE = 0.1
+"""Drafts add at least this share of what they should: they are never free."""
+
+
+def within(found: float, usual: float) -> float:
+    """`found`, at most `LARGEST_CHANGE` times what is usual, and at least that part of it."""
+    return min(max(found, usual / LARGEST_CHANGE), usual * LARGEST_CHANGE)
+
+
+@dataclass
+class Mean:
+    """Of values of which the latest weighs at least a given share."""
+
+    weight: float
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        """Count a value; one that is far from the mean, as `within` it."""
+        self.count += 1
+        if self.count > 1:
+            value = within(value, self.value)
+        self.value += max(self.weight, 1 / self.count) * (value - self.value)
+
+
+@dataclass
+class PlainTimes:
+    """What steps without drafts take: what `costs` say, times how much longer the latest of them took."""
+
+    costs: StepCosts
+    _factors: dict[int, Mean] = field(init=False, default_factory=dict)
+    """By number of requests: seconds over those that `costs` say."""
+    _settling: int = field(init=False, default=SETTLING_STEPS)
+    """Steps without drafts that are not counted any more before those that are."""
+
+    def add(self, num_requests: int, num_context: int, seconds: float) -> None:
+        """Count a step without drafts."""
+        if self._settling:
+            self._settling -= 1
+            return
+        factor = self._factors.setdefault(num_requests, Mean(PLAIN_WEIGHT))
+        factor.add(seconds / self.costs.target(num_requests, num_context))
+
+    def drafted(self) -> None:
+        """Called after each step with drafts."""
+        self._settling = SETTLING_STEPS
+
+    def seconds(self, num_requests: int, num_context: int) -> float | None:
+        """What a step without drafts should take; None before any was counted."""
+        if not self._factors:
+            return None
+        nearest = min(self._factors, key=lambda known: abs(known - num_requests))
+        return self._factors[nearest].value * self.costs.target(num_requests, num_context)
+
+
+@dataclass
+class DraftingOverhead:
+    """How much more drafts add to a step than their `StepCosts` say, both as shares of a step without drafts.
+
+    What drafts will add lies on a line through the means of what they added and of what they should have added. Its
+    slope is the quotient of these means, but close to 1 where both are no more than noise.
+    """
+
+    num_steps: int = 0
+    """Steps with drafts so far."""
+    _added: float = 0.0
+    _expected: float = 0.0
+
+    def added(self, expected: float) -> float:
+        """What drafts add to a step that, by the measured costs, should add `expected` of it."""
+        slope = (self._added + NOISE) / (self._expected + NOISE)
+        return max(self._added + slope * (expected - self._expected), LEAST_SHARE * expected)
+
+    def add(self, found: float, expected: float) -> None:
+        """Count a step to which drafts added `found`, and should have added `expected`."""
+        found = within(1 + found, 1 + self.added(expected)) - 1
+        if not self._expected:
+            self._added = self._expected = expected  # what is believed before
+        self.num_steps += 1
+        weight = max(DRAFTED_WEIGHT, 1 / (self.num_steps + PRIOR_STEPS))
+        self._added += weight * (found - self._added)
+        self._expected += weight * (expected - self._expected)
+
+    def forget_half(self) -> None:
+        """Let the next steps weigh more than those so far."""
+        self.num_steps //= 2

@@ -1,0 +1,230 @@
+"""Drafting that costs more time than it saves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import pytest
+
+from minillm.request import Request
+from minillm.sampling import SamplingParams
+from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan, FixedDrafts
+from minillm.speculative.fallback import FallbackDrafter
+from minillm.speculative.fallback_policy import FallbackDrafts
+from minillm.speculative.loss_limit import (
+    FIRST_PLAIN,
+    LOSS_SHARE,
+    MOST_LOST,
+    MOST_SAVED,
+    PLAIN_EVERY,
+    PLAIN_STEPS,
+    LossLimit,
+)
+from minillm.speculative.step_costs import StepCosts
+from tests.speculative.test_fallback_policy import Some
+
+
+def a_request(name: str = "a", **params: object) -> Request:
+    return Request(name, "", [1, 2, 3], 3, SamplingParams(**{"temperature": 0, **params}), 100, seed=0)
+
+
+COSTS = StepCosts({n: float(n) for n in range(1, 65)})
+
+
+def limited(num_drafts: int = 4) -> LossLimit:
+    """Around a policy that would always draft so many."""
+    return LossLimit(FixedDrafts(num_drafts), COSTS)
+
+
+def test_now_and_then_a_step_goes_without_drafts() -> None:
+    """Otherwise what steps without them take would be known from long ago only."""
+    policy, request, counts = limited(), a_request(), []
+    for _ in range(4 * PLAIN_EVERY):
+        counts += policy.plan([request], 1).num_drafts
+        policy.step_finished({request: counts[-1]} if counts[-1] else {}, 1 + counts[-1], 3, 0.9 if counts[-1] else 1.0)
+    runs = [(count > 0, len(list(run))) for count, run in groupby(counts)]
+    drafted = [length for has_drafts, length in runs if has_drafts]
+    assert drafted[:7] == [FIRST_PLAIN, 16, 32, 64, 128, PLAIN_EVERY, PLAIN_EVERY]
+    assert {length for has_drafts, length in runs if not has_drafts} == {PLAIN_STEPS}
+
+
+def test_a_request_with_a_seed_of_its_own_always_gets_its_drafts() -> None:
+    policy, seeded = limited(), a_request("seeded", temperature=1.0, seed=3)
+    for _ in range(2 * PLAIN_EVERY):
+        assert policy.plan([seeded], 1).num_drafts == [4]
+        policy.step_finished({seeded: 4}, 5, 3, 1.0)
+    assert policy.plan([a_request()], 1).num_drafts == [0]
+
+
+def test_after_steps_for_which_nothing_was_planned_the_count_begins_anew() -> None:
+    request, inner = a_request(), FixedDrafts(4)
+    policy = LossLimit(inner, COSTS)
+    for _ in range(3):
+        for _ in range(FIRST_PLAIN - 1):
+            assert policy.plan([request], 1).num_drafts == [4]
+            policy.step_finished({request: 4}, 5, 3, 1.0)
+        policy.policy = FixedDrafts(0)
+        assert policy.plan([request], 1).num_drafts == [0]
+        policy.policy = inner
+
+
+@pytest.mark.parametrize("lengths", [(2, 2), (2, 0)])
+def test_two_methods_that_lose_together_fall_silent(lengths: tuple[int, int]) -> None:
+    """Both promise to gain, by costs that are much too low; each draft is accepted. If only one at a time went without
+    drafts, each would be compared with the other."""
+    costs = StepCosts({1: 1.0, 64: 1.0 + 63 * 0.05})
+    drafter = FallbackDrafter(Some(*lengths), Some(2, 2), 2, 2, 1)
+    policy = LossLimit(FallbackDrafts(drafter, AdaptiveDrafts(2, costs), AdaptiveDrafts(2, costs)), costs)
+    requests, counts = [a_request("one"), a_request("other")], []
+    for _ in range(400):
+        limits = policy.plan(requests, 2).num_drafts
+        made = drafter.propose(requests, limits)
+        drafts = {r: len(d.token_ids) for r, d in zip(requests, made, strict=True) if d.token_ids}
+        for request, count in drafts.items():
+            policy.judged(request, count, count, count)
+        policy.step_finished(drafts, 2 + sum(drafts.values()), 6, 1.0 + 1.2 * sum(drafts.values()))
+        counts.append(sum(drafts.values()))
+    assert counts[0] == 4 and counts[100:].count(0) > 240
+
+
+@dataclass
+class Run:
+    """Steps of a policy: a step without drafts takes 1 s for each request, times `noise()`."""
+
+    policy: LossLimit
+    noise: Callable[[], float] = lambda: 1.0
+    drafts: list[int] = field(default_factory=list)
+    """Of each step."""
+    seconds: float = 0.0
+    tokens: int = 0
+    """Of one request."""
+
+    def steps(self, num_steps: int, accepted: Callable[[], int], seconds: float, num_requests: int = 1) -> None:
+        """`accepted`: of the drafts of a request; `seconds`: of a step with drafts, per request."""
+        requests, held, plan = [a_request(str(i)) for i in range(num_requests)], 0, DraftPlan([])
+        for _ in range(num_steps):
+            count, took = 0, num_requests * self.noise()
+            if held:
+                held -= 1
+                if not held:
+                    self.policy.plan_held(plan.num_steps - 1)
+            else:
+                plan = self.policy.plan(requests, num_requests)
+                count, held = plan.num_drafts[0], plan.num_steps - 1
+                if count:
+                    took *= seconds
+                    gained = accepted()
+                    for request in requests:
+                        self.policy.judged(request, count, count, gained)
+                    self.tokens += gained
+                drafts = dict.fromkeys(requests, count) if count else {}
+                self.policy.step_finished(drafts, num_requests * (1 + count), 3 * num_requests, took)
+            self.drafts.append(count)
+            self.tokens += 1
+            self.seconds += took / num_requests
+
+
+@pytest.mark.parametrize(("accepted", "seconds"), [(2, 3.2), (2, 4.5), (0, 1.1), (0, 1.5), (0, 6.0)])
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_whatever_is_predicted_drafting_loses_little(accepted: int, seconds: float, num_requests: int) -> None:
+    run = Run(limited())
+    run.steps(4000, lambda: accepted, seconds, num_requests)
+    assert (
+        run.seconds < (1 + 1.1 * LOSS_SHARE) * run.tokens + MOST_LOST + (FIRST_PLAIN + 1) * seconds
+    )  # at first there is nothing to compare with
+    assert 0 < sum(map(bool, run.drafts)) < 1000
+
+
+@pytest.mark.parametrize(("accepted", "seconds"), [(2, 2.5), (0, 0.97), (3, 3.6)])
+def test_drafting_that_gains_never_rests(accepted: int, seconds: float) -> None:
+    run = Run(limited())
+    run.steps(4000, lambda: accepted, seconds)
+    assert sum(map(bool, run.drafts)) > 3800 and run.seconds < run.tokens
+
+
+def test_a_single_interruption_does_not_end_drafting_that_gains() -> None:
+    """Another program took the processor for as long as fifty steps."""
+    times = iter([*[1.0] * 40, 50.0, *[1.0] * 959])
+    run = Run(limited(), lambda: next(times))
+    run.steps(1000, lambda: 2, 2.5)
+    assert run.drafts[40] and sum(map(bool, run.drafts)) > 930
+
+
+def test_unequal_times_and_gains() -> None:
+    """Times that differ by a factor of up to 1.4, and drafts that are all accepted in half of the steps: a gain of 3 in
+    2.4 is kept, a loss of 3 in 3.6 is limited."""
+    draw = random.Random(0)
+    gains, losses = (Run(limited(), lambda: draw.uniform(0.8, 1.2)) for _ in range(2))
+    for run, seconds in ((gains, 2.4), (losses, 3.6)):
+        run.steps(4000, lambda: draw.choice((0, 4)), seconds)
+    assert sum(map(bool, gains.drafts)) > 3500 and gains.seconds < 0.85 * gains.tokens
+    assert losses.seconds < 1.03 * losses.tokens + MOST_LOST
+
+
+def test_what_was_gained_before_is_not_lost_when_the_text_changes() -> None:
+    run = Run(limited())
+    run.steps(4000, lambda: 4, 2.0)
+    before = run.seconds - run.tokens
+    run.steps(1000, lambda: 0, 2.0)
+    assert run.seconds - run.tokens < before + MOST_SAVED + MOST_LOST + 1 + LOSS_SHARE * 1000
+
+
+def test_a_gain_that_comes_later_is_found() -> None:
+    run = Run(limited())
+    run.steps(1000, lambda: 0, 1.5)
+    assert sum(map(bool, run.drafts)) < 150
+    run.steps(1000, lambda: 3, 1.5)
+    assert sum(map(bool, run.drafts[-500:])) > 480
+
+
+def test_another_number_of_requests_is_compared_with_the_same() -> None:
+    """Four requests take six times as long as one, not four times; drafts are the same gain for both."""
+    costs = StepCosts({n: 1.0 + 0.1 * n for n in range(1, 65)})
+    run = Run(LossLimit(FixedDrafts(4), costs))
+    for _ in range(20):
+        run.steps(50, lambda: 1, 1.8, num_requests=4)
+        run.steps(50, lambda: 1, 1.8, num_requests=1)
+    assert sum(map(bool, run.drafts)) > 1850
+
+
+def test_what_is_gained_with_one_request_pays_for_less_with_many() -> None:
+    """A step of sixteen requests takes eight times as long as one of one, so it weighs as much."""
+    run = Run(LossLimit(FixedDrafts(4), StepCosts({1: 1.0, 16: 8.0, 80: 40.0})))
+    for _ in range(400):
+        run.steps(10, lambda: 1, 1.5, num_requests=1)
+        run.steps(10, lambda: 0, 1.5, num_requests=16)
+    assert sum(map(bool, run.drafts)) < 2000
+
+
+def test_drafts_accepted_beside_a_prompt_are_no_gain_of_the_next_step() -> None:
+    """Such a step is not told, so its tokens must not count for a step that is."""
+    policy, request, counts = limited(), a_request(), []
+    for step in range(400):
+        counts += policy.plan([request], 1).num_drafts
+        if counts[-1]:
+            policy.judged(request, 4, 4, 4 * (step % 2))
+        if step % 2 == 0 or not counts[-1]:
+            policy.step_finished({request: 4} if counts[-1] else {}, 1 + counts[-1], 3, 2.0 if counts[-1] else 1.0)
+    assert sum(map(bool, counts)) < 60
+
+
+def test_the_first_steps_behind_drafts_are_not_what_steps_without_take() -> None:
+    policy, request, without = limited(), a_request(), 0
+    for _ in range(400):
+        [count] = policy.plan([request], 1).num_drafts
+        without = 0 if count else without + 1
+        took = 1.2 if count else 1.9 if without < 3 else 1.0
+        policy.step_finished({request: 4} if count else {}, 1 + count, 3, took)
+    assert policy._plain == pytest.approx(1.0) and policy._rest_left
+
+
+def test_while_drafting_rests_the_drafter_is_shown_nothing() -> None:
+    policy, request = limited(), a_request()
+    run = Run(policy)
+    while not policy._rest_left:
+        run.steps(1, lambda: 0, 3.0)
+    assert not policy.may_draft_next([request])
+    assert policy.may_draft_next([a_request("seeded", temperature=1.0, seed=3)])
