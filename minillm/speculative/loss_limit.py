@@ -69,10 +69,7 @@ class LossLimit:
                 return DraftPlan([0] * len(requests))
             if self._rest_left:
                 return DraftPlan([0] * len(requests), num_steps=self._rest_left)
-        found = self.policy.plan(requests, num_rows)
-        if not any(found.num_drafts):
-            self._drafted_steps = 0
-        return found
+        return self.policy.plan(requests, num_rows)
 
     def plan_held(self, num_steps: int) -> None:
         """See `DraftPolicy.plan_held`."""

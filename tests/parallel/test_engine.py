@@ -191,6 +191,7 @@ def test_every_process_of_torchrun_returns_the_same_tokens(tiny: TinyPair, whole
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, UnsupportedError, "speculative_con"),
         ({"kv_cache_config": {"layout": "sinks"}}, UnsupportedError, "kv_cache_config='sinks' is not supported"),
         ({"ops": {"paged_attention": max}}, UnsupportedError, "ops=.* is not supported with tensor_parallel_size=2"),
+        ({"kv_cache_dtype": "int4", "kv_cache_config": {"group_size": "a"}}, ConfigError, "group_size='a' must be an"),
         ({"distributed_executor_backend": "ray"}, ConfigError, "distributed_executor_backend='ray' must be"),
         ({"distributed_executor_backend": "external_launcher"}, ConfigError, "torchrun --nproc-per-node 2"),
     ],
