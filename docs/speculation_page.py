@@ -44,8 +44,11 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         "## Drafting methods\n\n"
         f"{at['num_speculative_tokens']} drafts per round, greedy, {at['new_tokens']} new tokens, over plain decoding "
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
-        "are means over the kinds of text, with the lowest and the highest in brackets. `adaptive`, the default, "
-        f"drafts as many tokens as it predicts to pay. Measured at revision `{result['revision']}`.{_left_out(rows)}"
+        "are means over the kinds of text, with the lowest and the highest in brackets. Several requests begin "
+        "together, and the time is that of the last one: if the drafts of some are accepted less often than those of "
+        "others, they end alone. `adaptive`, the default, drafts as many tokens as it predicts to pay, and rests where "
+        "that loses. "
+        f"Measured at revision `{result['revision']}`.{_left_out(rows)}"
     )
 
 

@@ -210,10 +210,10 @@ ROWS = (
         "2 to 3× (Leviathan et al.)",
         '`speculative_config={"method": "draft_model"}`; `minillm bench speculation`; lessons 10 and 11',
         lambda: speed_up("draft_model"),
-        "Less than claimed: four tokens of this draft cost half a step. Equal outputs.",
+        "Less than claimed: four tokens of this draft cost half a step or more. Equal outputs.",
         lambda: (
             1 < mean_speed_up("draft_model") < 2
-            and 0.4 < mean("draft_model", "c") < 0.6
+            and 0.5 < mean("draft_model", "c") < 0.9
             and all(row["outputs_equal"] for row in drafting("draft_model"))
         ),
     ),

@@ -12,7 +12,8 @@ says what the slices are). Prompts come from the prefix cache, so decoding is me
     predicted     tokens per step over those of plain decoding (which is τ for one request), over the mean
                   cost of a step, which is c + v with drafts and 1 without                                   modelled
 
-Plain decoding also runs a second time in each round, between the methods: how far its ratio is from 1 is noise.
+Plain decoding also runs a second time in each round, between the methods, on an engine of its own: how far its ratio is
+from 1 is noise, and where the memory of an engine happens to lie.
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
 drafts of all runs, without the shortest and longest twentieth of them. A shape with random weights has a draft of
 random weights, too, and drafts are accepted at given rates.
@@ -212,7 +213,7 @@ def _engines(
     engines = {PLAIN: engine(None)}
     for place, (name, options) in enumerate(methods.items()):
         if place == len(methods) // 2:
-            engines[AGAIN] = engines[PLAIN]
+            engines[AGAIN] = engine(None)
         if draft is None and None in (options.get("model", ""), options.get("fallback", {}).get("model", "")):
             continue
         options = _with_draft(options, draft, quantization)

@@ -108,8 +108,7 @@ def test_every_prompt_stays_cached_so_that_only_decoding_is_measured(
     monkeypatch.setattr(Counts, "count", counted)
     given = {"methods": ["ngram"], "slices": ["long files"], "weights": ["fp32"], "batches": [batch]}
     run(str(tiny.target), rounds=2, seconds=0, prompts=3, new_tokens=8, block_size=16, **given)
-    plain, again, *methods = runs[:4]  # the second run of plain decoding finds what the first has cached
-    assert min(plain, *methods) > 16 >= max(again, *runs[4:])
+    assert min(runs[:4]) > 16 >= max(runs[4:])  # each engine, plain decoding a second time included, has its cache
 
 
 def test_a_shape_is_measured_with_drafts_accepted_at_given_rates(
