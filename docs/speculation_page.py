@@ -45,9 +45,8 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         f"{at['num_speculative_tokens']} drafts per round, greedy, {at['new_tokens']} new tokens, over plain decoding "
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
         "are means over the kinds of text, with the lowest and the highest in brackets. Several requests begin "
-        "together, and the time is that of the last one: if the drafts of some are accepted less often than those of "
-        "others, they end alone. `adaptive`, the default, drafts as many tokens as it predicts to pay, and rests where "
-        "that loses. "
+        "together, and the time is that of the last one to end: requests whose drafts are accepted less often go on "
+        "alone. `adaptive`, the default, drafts as many tokens as it predicts to pay, and rests where that loses. "
         f"Measured at revision `{result['revision']}`.{_left_out(rows)}"
     )
 

@@ -246,7 +246,7 @@ ROWS = (
         "no figure in the sources",
         '`"method": "ngram"`; `minillm bench speculation`; lesson 11',
         lambda: speed_up("ngram"),
-        "Drafting costs almost nothing, and it gains on every kind of text.",
+        "Drafting costs almost nothing, and it loses on no kind of text.",
         lambda: mean("ngram", "c") < 0.05 and min(row["ratio"] for row in drafting("ngram")) > 1,
     ),
     Row(

@@ -154,7 +154,7 @@ def _draft_policy(
         return None
     policy = _policy_of(speculative, target, drafter, num_blocks, max_model_len)
     first = policy.first if isinstance(policy, FallbackDrafts) else policy
-    return LossLimit(policy, first.costs) if isinstance(first, AdaptiveDrafts) else policy
+    return LossLimit(policy, first.plain_times) if isinstance(first, AdaptiveDrafts) else policy
 
 
 def _policy_of(

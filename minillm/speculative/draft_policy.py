@@ -27,8 +27,8 @@ TRY_STEPS, PLAN_STEPS, IDLE_PLAN_STEPS = 6, 16, 64
 """Steps that a decision holds for while the same requests decode: to try drafts, to draft, and at most to draft
 nothing. Acceptance changes slowly, and deciding takes time."""
 BEFORE_DECISION = 8
-"""For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it, so
-that a try is compared with the steps just before."""
+"""For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it: so
+it knows what steps take just before a try."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512
 """Steps without any drafts before one request tries again: 32 at first. Each try in which something was drafted doubles
 the pause before the next, up to 512; a decision to draft resets it. Texts change, so even a method that never paid is
@@ -236,7 +236,7 @@ class AdaptiveDrafts:
     _counts: list[int] = field(init=False, default_factory=list)
     """What was decided, without regard to requests with a seed of their own."""
     _steps_left: int = field(init=False, default=0)
-    _plain_times: PlainTimes = field(init=False)
+    plain_times: PlainTimes = field(init=False)
     _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
     _has_first_drafts: bool = field(init=False, default=False)
     """Whether this step had the first drafts of a request. It is not counted: the drafter reads the prompt in it."""
@@ -250,7 +250,7 @@ class AdaptiveDrafts:
 
     def __post_init__(self) -> None:
         self._all = Acceptance(self.max_drafts, self.memory**0.5)
-        self._plain_times = PlainTimes(self.costs)
+        self.plain_times = PlainTimes(self.costs)
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
@@ -331,9 +331,7 @@ class AdaptiveDrafts:
         """What a step takes in which so many of `requests` have `count` drafts each, on average, in steps without."""
         context = sum(request.num_tokens for request in requests)
         plain = self.costs.target(num_rows, context)
-        extra = drafting * count
-        target = self.costs.target(num_rows + extra, context, 1 + extra / len(requests))
-        drafted = self.costs.draft(drafting, count) + target
+        drafted = self.costs.drafted(num_rows, len(requests), context, drafting, count, drafting * count)
         return 1 + self._overhead.added(drafted / plain - 1)
 
     def _forget_half(self, request: Request) -> None:
@@ -362,10 +360,10 @@ class AdaptiveDrafts:
         """See `DraftPolicy.step_finished`."""
         num_requests = num_rows - sum(drafts.values())
         if not drafts:
-            self._plain_times.add(num_requests, num_context, seconds)
+            self.plain_times.add(num_requests, num_context, seconds)
             return
-        self._plain_times.drafted()
-        plain = self._plain_times.seconds(num_requests, num_context)
+        self.plain_times.drafted()
+        plain = self.plain_times.seconds(num_requests, num_context)
         if plain is not None and not self._has_first_drafts:
             self._overhead.add(seconds / plain - 1, self._expected(drafts, num_requests, num_context))
 
@@ -374,14 +372,14 @@ class AdaptiveDrafts:
         if not drafts:
             return 0.0
         num_requests = num_rows - sum(drafts.values())
-        plain = self._plain_times.seconds(num_requests, num_context) or self.costs.target(num_requests, num_context)
+        plain = self.plain_times.seconds(num_requests, num_context) or self.costs.target(num_requests, num_context)
         return plain * self._overhead.added(self._expected(drafts, num_requests, num_context))
 
     def _expected(self, drafts: Mapping[Request, int], num_requests: int, num_context: int) -> float:
         """By `costs` alone: what `drafts` add to a step, as a share of one without."""
-        plain, extra = self.costs.target(num_requests, num_context), sum(drafts.values())
-        target = self.costs.target(num_requests + extra, num_context, 1 + extra / num_requests)
-        return (self.costs.draft(len(drafts), max(drafts.values())) + target) / plain - 1
+        each = drafts.values()
+        drafted = self.costs.drafted(num_requests, num_requests, num_context, len(drafts), max(each), sum(each))
+        return drafted / self.costs.target(num_requests, num_context) - 1
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
@@ -404,16 +402,15 @@ class AdaptiveDrafts:
         """See `DraftPlan.speedups`. `drafts`: in the order in which they are chosen."""
         context = sum(request.num_tokens for request in requests)
         plain = self.costs.target(num_rows, context)
-        tokens, rows, drafting, longest = float(len(requests)), float(num_rows), 0, 0
+        tokens, extra, drafting, longest = float(len(requests)), 0.0, 0, 0
         found = [1.0]
         for draft in drafts:
             tokens += draft.survival
-            rows += draft.made
+            extra += draft.made
             drafting += draft.position == 0
             longest = max(longest, draft.position + 1)
-            target = self.costs.target(rows, context, 1 + (rows - num_rows) / len(requests))
-            extra = self.costs.draft(drafting, longest) + target - plain
-            found.append(tokens / len(requests) / (1 + self._overhead.added(extra / plain)))
+            drafted = self.costs.drafted(num_rows, len(requests), context, drafting, longest, extra)
+            found.append(tokens / len(requests) / (1 + self._overhead.added(drafted / plain - 1)))
         if self.drafts_trees:
             found = [speedup if i % self.max_drafts == 0 else 0.0 for i, speedup in enumerate(found)]
         return found

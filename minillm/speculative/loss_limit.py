@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
-from minillm.speculative.step_costs import StepCosts
 from minillm.speculative.step_times import DRAFTED_WEIGHT, Mean, PlainTimes, within
 
 PLAIN_STEPS = 6
@@ -29,12 +28,12 @@ class LossLimit:
                =  `LOSS_SHARE` · seconds                                                   each step without
 
     Once `MOST_LOST` steps without drafts are lost, drafting rests for as many steps as it takes to be back at zero. To
-    know what steps without drafts take, some go without now and then.
+    know what steps without drafts take, some go without now and then. Steps that compute a prompt are not counted.
     """
 
     policy: DraftPolicy
-    costs: StepCosts
-    _plain_times: PlainTimes = field(init=False)
+    plain_times: PlainTimes
+    """What steps without drafts take. The policy keeps it."""
     _drafted: Mean = field(init=False, default_factory=lambda: Mean(DRAFTED_WEIGHT))
     """Seconds of steps with drafts, over those of steps without."""
     _saved: float = field(init=False, default=0.0)
@@ -50,10 +49,7 @@ class LossLimit:
     _compared_left: int = field(init=False, default=0)
     """Steps without drafts that are left of those to be compared."""
     _rest_left: int = field(init=False, default=0)
-    """Steps that are left of a rest, which come behind them."""
-
-    def __post_init__(self) -> None:
-        self._plain_times = PlainTimes(self.costs)
+    """Steps that are left of a rest, including those to be compared."""
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. A request that samples with a seed of its own always gets all its drafts."""
@@ -77,10 +73,10 @@ class LossLimit:
         self.policy.plan_held(0 if self._rest_left else num_steps)
 
     def _went_without(self, num_steps: int) -> None:
-        self._count(LOSS_SHARE * self._plain * num_steps)
+        self._add_saved(LOSS_SHARE * self._plain * num_steps)
         self._rest_left = max(0, self._rest_left - num_steps)
 
-    def _count(self, saved: float) -> None:
+    def _add_saved(self, saved: float) -> None:
         self._saved = min(self._saved + saved, MOST_SAVED * self._plain)
 
     def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
@@ -90,20 +86,18 @@ class LossLimit:
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
+        self.policy.step_finished(drafts, num_rows, num_context, seconds)
         num_requests = num_rows - sum(drafts.values())
-        if drafts:
-            self._drafted_steps += 1
-            self._plain_times.drafted()
-        else:
-            self._plain_times.add(num_requests, num_context, seconds)
-        self._plain = self._plain_times.seconds(num_requests, num_context) or 0.0
+        self._plain = self.plain_times.seconds(num_requests, num_context) or 0.0
         if not drafts:
             self._went_without(1)
-        elif self._plain:
+            return
+        self._drafted_steps += 1
+        self.plain_times.drafted()
+        if self._plain:
             self._drafted.add(took := seconds / self._plain)
             gained = 1 + self._accepted / num_requests
-            self._count((gained - within(took, self._drafted.value)) * self._plain)
-        self.policy.step_finished(drafts, num_rows, num_context, seconds)
+            self._add_saved((gained - within(took, self._drafted.value)) * self._plain)
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
         """See `DraftPolicy.added_seconds`."""

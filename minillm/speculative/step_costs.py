@@ -70,6 +70,14 @@ class StepCosts:
             found = self._by_rows[last] + (num_rows - last) * self._further_row
         return found + (self.context_token + self.context_row * (rows_per_request - 1)) * num_context
 
+    def drafted(
+        self, num_rows: float, num_requests: int, num_context: int, drafting: int, longest: float, extra: float
+    ) -> float:
+        """A step of `num_requests` requests with `num_rows` rows and `extra` more for drafts: `drafting` requests have
+        some, up to `longest` each."""
+        target = self.target(num_rows + extra, num_context, 1 + extra / num_requests)
+        return self.draft(drafting, longest) + target
+
     def draft(self, num_requests: int, num_drafts: float) -> float:
         """Drafting up to `num_drafts` tokens, at least one, for each of `num_requests` requests."""
         one = self.first_draft + self.next_draft * (num_drafts - 1)

@@ -24,6 +24,7 @@ from minillm.speculative.draft_policy import (
     FixedDrafts,
 )
 from minillm.speculative.step_costs import StepCosts, never_slower_with_fewer_rows
+from minillm.speculative.step_times import SETTLING_STEPS
 from minillm.trace import DraftsPlanned, StepRan
 from tests.conftest import TinyPair
 from tests.speculative.three_tokens import expected_triples, p_of_triples
@@ -34,10 +35,8 @@ EACH_ROW = StepCosts({1: 1.0, 64: 64.0})
 """As where the processor is saturated: every row costs the same."""
 CHEAP_ROWS = StepCosts({1: 1.0, 64: 1.0 + 63 * 0.02})
 """A try costs so little that nothing but its result decides about the next."""
-
-
-EACH_STEPS = 6
-"""Steps of each kind in turn, of a machine that is observed."""
+STEPS_IN_TURN = 6
+"""Steps without drafts, and then as many with them."""
 
 
 def a_request(name: str = "a", **params: object) -> Request:
@@ -274,9 +273,9 @@ def ran(policy: AdaptiveDrafts, request: Request, plain: float, extra: float, tu
     another `extra` times."""
     alone, drafts = policy.costs.target(1, 3), policy.costs.draft(1, 4) + policy.costs.target(5, 3)
     for _ in range(turns):
-        for _ in range(EACH_STEPS):
+        for _ in range(STEPS_IN_TURN):
             policy.step_finished({}, 1, 3, plain * alone)
-        for _ in range(EACH_STEPS):
+        for _ in range(STEPS_IN_TURN):
             policy.step_finished({request: 4}, 5, 3, plain * (alone + extra * (drafts - alone)))
 
 
@@ -302,9 +301,9 @@ def test_what_drafts_add_is_right_for_any_number_of_them() -> None:
     request = a_request()
     for turn in range(200):
         count = 1 + turn % 4
-        for _ in range(EACH_STEPS):
+        for _ in range(STEPS_IN_TURN):
             policy.step_finished({}, 1, 100, 1.0)  # measured: 2.0
-        for _ in range(EACH_STEPS):
+        for _ in range(STEPS_IN_TURN):
             policy.step_finished({request: count}, 1 + count, 100, 1.0 + count)
     request.token_ids = [1] * 100
     for count in range(1, 5):
@@ -539,11 +538,20 @@ def test_estimates_survive_any_number_of_rounds() -> None:
 def test_a_step_with_the_first_drafts_of_a_request_is_not_compared() -> None:
     """The drafter reads the prompt in it."""
     policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
-    for step in range(2 * EACH_STEPS):
+    for step in range(2 * STEPS_IN_TURN):
         policy.plan([request], 1)
-        if step < EACH_STEPS:
+        if step < STEPS_IN_TURN:
             policy.step_finished({}, 1, 3, 1.0)
             continue
         policy.judged(request, 4, 4, 4)
-        policy.step_finished({request: 4}, 5, 3, 50.0 if step == EACH_STEPS else 1.0)
-    assert policy._overhead.num_steps == EACH_STEPS - 1
+        policy.step_finished({request: 4}, 5, 3, 50.0 if step == STEPS_IN_TURN else 1.0)
+    assert policy._overhead.num_steps == STEPS_IN_TURN - 1
+
+
+def test_the_first_steps_behind_drafts_are_not_what_steps_without_take() -> None:
+    policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
+    for _ in range(40):
+        for step in range(STEPS_IN_TURN):
+            policy.step_finished({}, 1, 3, 1.9 if step < SETTLING_STEPS else 1.0)
+        policy.step_finished({request: 4}, 5, 3, 1.5)
+    assert policy.plain_times.seconds(1, 3) == pytest.approx(1.0, abs=0.01)

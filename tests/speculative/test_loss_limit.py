@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -24,6 +24,7 @@ from minillm.speculative.loss_limit import (
     LossLimit,
 )
 from minillm.speculative.step_costs import StepCosts
+from minillm.speculative.step_times import PlainTimes
 from tests.speculative.test_fallback_policy import Some
 
 
@@ -34,9 +35,23 @@ def a_request(name: str = "a", **params: object) -> Request:
 COSTS = StepCosts({n: float(n) for n in range(1, 65)})
 
 
-def limited(num_drafts: int = 4) -> LossLimit:
+class Always(FixedDrafts):
+    """Fixed drafts, and what steps without take."""
+
+    def __init__(self, num_drafts: int, costs: StepCosts) -> None:
+        super().__init__(num_drafts)
+        object.__setattr__(self, "plain_times", PlainTimes(costs))
+
+    def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+        """See `DraftPolicy.step_finished`."""
+        if not drafts:
+            self.plain_times.add(num_rows, num_context, seconds)
+
+
+def limited(num_drafts: int = 4, costs: StepCosts = COSTS) -> LossLimit:
     """Around a policy that would always draft so many."""
-    return LossLimit(FixedDrafts(num_drafts), COSTS)
+    policy = Always(num_drafts, costs)
+    return LossLimit(policy, policy.plain_times)
 
 
 def test_now_and_then_a_step_goes_without_drafts() -> None:
@@ -62,12 +77,14 @@ def test_a_request_with_a_seed_of_its_own_always_gets_its_drafts() -> None:
 def test_steps_for_which_nothing_was_planned_do_not_put_off_those_to_be_compared() -> None:
     """Two requests draft in eight steps of ten and take four times as long as one, not twice: what they take without
     drafts is known from the steps in which they had to go without, and no others."""
-    policy, inner = limited(), FixedDrafts(4)
+    policy = limited()
+    inner, none = policy.policy, Always(0, COSTS)
+    object.__setattr__(none, "plain_times", policy.plain_times)
     one, two = [a_request("one")], [a_request("one"), a_request("other")]
     drafted = 0
     for step in range(1000):
         requests = two if step % 10 < 8 else one
-        policy.policy = inner if requests is two else FixedDrafts(0)
+        policy.policy = inner if requests is two else none
         counts = policy.plan(requests, len(requests)).num_drafts
         drafted += bool(counts[0])
         drafts = dict.fromkeys(requests, 4) if counts[0] else {}
@@ -83,7 +100,8 @@ def test_two_methods_that_lose_together_fall_silent(lengths: tuple[int, int]) ->
     drafts, each would be compared with the other."""
     costs = StepCosts({1: 1.0, 64: 1.0 + 63 * 0.05})
     drafter = FallbackDrafter(Some(*lengths), Some(2, 2), 2, 2, 1)
-    policy = LossLimit(FallbackDrafts(drafter, AdaptiveDrafts(2, costs), AdaptiveDrafts(2, costs)), costs)
+    first, second = AdaptiveDrafts(2, costs), AdaptiveDrafts(2, costs)
+    policy = LossLimit(FallbackDrafts(drafter, first, second), first.plain_times)
     requests, counts = [a_request("one"), a_request("other")], []
     for _ in range(400):
         limits = policy.plan(requests, 2).num_drafts
@@ -138,9 +156,8 @@ class Run:
 def test_whatever_is_predicted_drafting_loses_little(accepted: int, seconds: float, num_requests: int) -> None:
     run = Run(limited())
     run.steps(4000, lambda: accepted, seconds, num_requests)
-    assert (
-        run.seconds < (1 + 1.1 * LOSS_SHARE) * run.tokens + MOST_LOST + (FIRST_PLAIN + 1) * seconds
-    )  # at first there is nothing to compare with
+    before_compared = (FIRST_PLAIN + 1) * seconds
+    assert run.seconds < (1 + 1.1 * LOSS_SHARE) * run.tokens + MOST_LOST + before_compared
     assert 0 < sum(map(bool, run.drafts)) < 1000
 
 
@@ -189,7 +206,7 @@ def test_a_gain_that_comes_later_is_found() -> None:
 def test_another_number_of_requests_is_compared_with_the_same() -> None:
     """Four requests take six times as long as one, not four times; drafts are the same gain for both."""
     costs = StepCosts({n: 1.0 + 0.1 * n for n in range(1, 65)})
-    run = Run(LossLimit(FixedDrafts(4), costs))
+    run = Run(limited(costs=costs))
     for _ in range(20):
         run.steps(50, lambda: 1, 1.8, num_requests=4)
         run.steps(50, lambda: 1, 1.8, num_requests=1)
@@ -198,7 +215,7 @@ def test_another_number_of_requests_is_compared_with_the_same() -> None:
 
 def test_what_is_gained_with_one_request_pays_for_less_with_many() -> None:
     """A step of sixteen requests takes eight times as long as one of one, so it weighs as much."""
-    run = Run(LossLimit(FixedDrafts(4), StepCosts({1: 1.0, 16: 8.0, 80: 40.0})))
+    run = Run(limited(costs=StepCosts({1: 1.0, 16: 8.0, 80: 40.0})))
     for _ in range(400):
         run.steps(10, lambda: 1, 1.5, num_requests=1)
         run.steps(10, lambda: 0, 1.5, num_requests=16)
