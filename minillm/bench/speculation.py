@@ -13,7 +13,7 @@ says what the slices are). Prompts come from the prefix cache, so decoding is me
                   cost of a step, which is c + v with drafts and 1 without                                   modelled
 
 Plain decoding also runs a second time in each round, between the methods, on an engine of its own: how far its ratio is
-from 1 is noise, and where the memory of an engine happens to lie.
+from 1 is noise, differences between equal engines included.
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
 drafts of all runs, without the shortest and longest twentieth of them. A shape with random weights has a draft of
 random weights, too, and drafts are accepted at given rates.
