@@ -5,8 +5,10 @@ itself. On a busy machine a thread may wait for one that has no processor, and t
 one. Nothing shows this beforehand, only the times of recent steps.
 
 So a few steps now and then try half as many threads, or twice as many, and the number with the smallest mean time is
-used. The mean counts because the cost of a busy machine is a few long waits. The number of threads
-changes no bit of the results.
+used. The mean counts because the cost of a busy machine is a few long waits. But a single long wait says little: the
+machine may be quiet again. So a number of threads that lost is tried again soon, and each time that it loses again, its
+next trial comes twice as late. The first step with more threads than the step before is not counted: they have to wake
+up, which can take longer than the step. The number of threads changes no bit of the results.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-REMEMBERED_STEPS = 128
-"""Recent steps that are remembered. A number of threads that none of them had is tried again."""
-TRIAL_STEPS = 4
-"""Steps that a trial takes."""
+FIRST_REST, LONGEST_REST = 8, 256
+"""Steps without a number of threads before it is tried again: 256, but of one that was used for long, 8, doubled each
+time. Long is for as many steps as its last rest; the number of the first step counts as such, too."""
+TRIAL_STEPS = 5
+"""Steps that a trial takes, with the one that is not counted."""
 MEAN_STEPS = 8
 """A number of threads is judged by the mean of its latest steps, at most so many."""
 TRIAL_GIVES_UP_AT = 1.25
@@ -31,21 +34,35 @@ class RecentSteps:
         self.num_steps = 0
         self.current = 0
         """The number of threads of the latest step."""
-        self.trial = 0
+        self.in_a_row = 0
         """How many steps in a row, up to the latest, had that number."""
         self._times: dict[int, deque[float]] = {}
+        """Number of threads → its latest times. Empty if it is to be tried."""
         self._latest: dict[int, int] = {}
         """Number of threads → its latest step."""
+        self._rests: dict[int, int] = {}
+        """Number of threads → the steps without it before it is tried again."""
+        self._used: dict[int, int] = {}
+        """Number of threads → steps with it since its last rest."""
 
     def add(self, threads: int, seconds: float) -> None:
         """Remember the time of a step."""
         self.num_steps += 1
-        self.trial = self.trial + 1 if threads == self.current else 1
+        wakes = threads > self.current > 0
+        self.in_a_row = self.in_a_row + 1 if threads == self.current else 1
         self.current = threads
         self._latest[threads] = self.num_steps
-        self._times.setdefault(threads, deque(maxlen=MEAN_STEPS)).append(seconds)
-        for forgotten in [n for n, latest in self._latest.items() if latest <= self.num_steps - REMEMBERED_STEPS]:
-            del self._latest[forgotten], self._times[forgotten]
+        times = self._times.setdefault(threads, deque(maxlen=MEAN_STEPS))
+        if not wakes:
+            times.append(seconds)
+        self._used[threads] = self._used.get(threads, 0) + 1
+        if self._used[threads] >= self._rests.setdefault(threads, LONGEST_REST if self._rests else FIRST_REST):
+            self._rests[threads] = FIRST_REST
+        for rested, times in self._times.items():
+            if times and self._latest[rested] <= self.num_steps - self._rests[rested]:
+                times.clear()
+                self._used[rested] = 0
+                self._rests[rested] = min(2 * self._rests[rested], LONGEST_REST)
 
     def choose(self, limit: int) -> int:
         """The number of threads for the next step: `limit`, or `limit` halved some times."""
@@ -57,7 +74,7 @@ class RecentSteps:
             return limit
         best = min(means, key=means.__getitem__)
         mean = means.get(self.current)
-        if mean is not None and self.trial < TRIAL_STEPS and mean < TRIAL_GIVES_UP_AT * means[best]:
+        if mean is not None and self.in_a_row < TRIAL_STEPS and mean < TRIAL_GIVES_UP_AT * means[best]:
             return self.current
         at = levels.index(best)
         untried = [level for level in levels[max(0, at - 1) : at + 2] if level not in means]

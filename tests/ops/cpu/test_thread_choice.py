@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from minillm.ops.cpu.thread_choice import REMEMBERED_STEPS, TRIAL_STEPS, RecentSteps, ThreadChoice
+from minillm.ops.cpu.thread_choice import FIRST_REST, LONGEST_REST, TRIAL_STEPS, RecentSteps, ThreadChoice
 
 STEPS = 1000
 
@@ -75,25 +75,79 @@ def test_with_processors_to_itself_a_step_keeps_all_threads() -> None:
     assert threads.count(8) > 0.95 * STEPS and set(threads) == {8, 4}
 
 
-def test_trying_fewer_threads_costs_one_step() -> None:
-    assert [n for n, _ in simulate(quiet, 2)[:100]].count(1) == 1
+def interrupted_once(step: int, threads: int) -> float:
+    return quiet(step, threads) + 20 * (step == 500)
 
 
-def test_a_trial_that_is_much_slower_ends_after_one_step() -> None:
+def interrupted_later(step: int, threads: int) -> float:
+    return quiet(step, threads) + 20 * (step == 900)
+
+
+def busy(step: int, threads: int) -> float:
+    """Two threads often wait for a processor."""
+    return 1.0 if threads == 1 else 0.6 + 10 * (random.Random(step).random() < 0.2)
+
+
+def steps_with(threads: int, steps: Sequence[tuple[int, float]]) -> list[int]:
+    return [step for step, (used, _) in enumerate(steps) if used == threads]
+
+
+def test_a_trial_of_fewer_threads_takes_one_step_and_is_rare() -> None:
+    tried = steps_with(1, simulate(quiet, 2))
+    assert [later - earlier - 1 for earlier, later in itertools.pairwise(tried)] == [LONGEST_REST] * 3
+
+
+def test_each_lost_trial_doubles_the_time_until_the_next() -> None:
+    tried = steps_with(
+        2, simulate(lambda step, threads: crowded(step, threads) if step > 40 else quiet(step, threads), 2)
+    )
+    rests = [
+        later - earlier - 1 for earlier, later in itertools.pairwise(tried) if later > earlier + 1 and earlier > 40
+    ]
+    assert rests == [FIRST_REST, 16, 32, 64, 128, LONGEST_REST, LONGEST_REST]
+
+
+def test_threads_that_have_to_wake_up_are_not_taken_for_slow() -> None:
+    used = [2]
+
+    def waking(step: int, threads: int) -> float:
+        slow = threads > used[-1]
+        used.append(threads)
+        return (5 if slow else 0) + (busy if step < 300 else quiet)(step, threads)
+
+    assert len(steps_with(2, simulate(waking, 2)[600:])) > 350
+
+
+def test_after_one_long_wait_all_threads_are_used_again_soon() -> None:
+    without, once = (len(steps_with(1, simulate(times, 2))) for times in (quiet, interrupted_once))
+    assert once - without <= FIRST_REST + 5
+
+
+def test_a_machine_that_was_busy_before_changes_nothing_of_that() -> None:
+    steps = simulate(lambda step, threads: busy(step, threads) if step < 300 else interrupted_later(step, threads), 2)
+    assert len([step for step in steps_with(1, steps) if step > 900]) <= FIRST_REST + 5
+
+
+def test_on_a_busy_machine_more_threads_are_tried_ever_less_often() -> None:
+    assert len(steps_with(2, simulate(busy, 2)[500:])) < 0.1 * 500
+
+
+def test_a_trial_that_is_much_slower_ends_after_its_first_counted_step() -> None:
     recent = [(1, 1.0)] * TRIAL_STEPS
     assert choose(recent, 2) == 2
-    assert choose([*recent, (2, 1.2)], 2) == 2
-    assert choose([*recent, (2, 10.0)], 2) == 1
+    assert choose([*recent, (2, 9.0)], 2) == 2
+    assert choose([*recent, (2, 9.0), (2, 1.2)], 2) == 2
+    assert choose([*recent, (2, 0.5), (2, 10.0)], 2) == 1
 
 
-def test_a_number_of_threads_that_was_slow_long_ago_is_tried_again() -> None:
-    recent = [(2, 10.0), *[(1, 1.0)] * (REMEMBERED_STEPS - 1)]
+def test_a_number_of_threads_that_was_slow_is_tried_again() -> None:
+    recent = [(2, 10.0), (2, 10.0), *[(1, 1.0)] * (FIRST_REST - 1)]
     assert choose(recent, 2) == 1
     assert choose([*recent, (1, 1.0)], 2) == 2
 
 
 def test_one_slow_step_among_many_changes_nothing() -> None:
-    recent = [*[(1, 1.0)] * TRIAL_STEPS, *[(2, 0.6)] * 20, (2, 2.0)]
+    recent = [*[(1, 1.0)] * TRIAL_STEPS, *[(2, 0.6)] * (FIRST_REST - 2), (2, 2.0)]
     assert choose(recent, 2) == 2
 
 
