@@ -47,6 +47,8 @@ class StepCosts:
     """Each further request, per token; requests are drafted together."""
     context_row: float = 0.0
     """What each token in the cache adds for each further row of its request: less, because it is read once."""
+    context_draft: float = 0.0
+    """What each token in the cache adds to each draft of its request."""
 
     @cached_property
     def _by_rows(self) -> list[float]:
@@ -76,12 +78,13 @@ class StepCosts:
         """A step of `num_requests` requests with `num_rows` rows and `extra` more for drafts: `drafting` requests have
         some, up to `longest` each."""
         target = self.target(num_rows + extra, num_context, 1 + extra / num_requests)
-        return self.draft(drafting, longest) + target
+        return self.draft(drafting, longest, num_context * drafting / num_requests) + target
 
-    def draft(self, num_requests: int, num_drafts: float) -> float:
-        """Drafting up to `num_drafts` tokens, at least one, for each of `num_requests` requests."""
+    def draft(self, num_requests: int, num_drafts: float, num_context: float = 0.0) -> float:
+        """Drafting up to `num_drafts` tokens, at least one, for each of `num_requests` requests with `num_context`
+        tokens in all."""
         one = self.first_draft + self.next_draft * (num_drafts - 1)
-        return one + self.next_request * (num_requests - 1) * num_drafts
+        return one + (self.next_request * (num_requests - 1) + self.context_draft * num_context) * num_drafts
 
 
 def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int) -> StepCosts:
@@ -104,28 +107,35 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
     for table, num_tokens in ((long, long_past), *((table, past) for table in tables)):
         _prefill(target, table, num_tokens)
     requests = [_request(target, table, past + 1) for table in tables]
+    long_request = _request(target, long, long_past + 1)
     if drafter.observes_hidden:
         weight = target.model.norm.weight
-        drafter.observe_hidden(requests, weight.new_zeros(len(requests), len(weight)))
+        drafter.observe_hidden([*requests, long_request], weight.new_zeros(len(requests) + 1, len(weight)))
     runs: dict[str | int, Callable[[], object]] = {n: partial(_forward, target, first, past, n) for n in rows}
     runs["long"] = partial(_forward, target, long, long_past, 1)
     runs["long, several rows"] = partial(_forward, target, long, long_past, several)
     for name, count, k in (("draft", 1, 1), ("drafts", 1, num_drafts), ("requests", len(requests), num_drafts)):
         runs[name] = partial(drafter.propose_for_timing, requests[:count], [k] * count)
+    runs["long, drafts"] = partial(drafter.propose_for_timing, [long_request], [num_drafts])
     took = _time_in_turn(runs, plain=runs[1])
-    for request in requests:
+    for request in (*requests, long_request):
         drafter.request_dropped(request)
     target.cache.free(range(num_blocks))
     drafter.free_blocks(range(num_blocks))
     further, context = max(1, several - 1), max(1, long_past - past)
     by_context, by_context_several = took["long"] - took[1], took["long, several rows"] - took[several]
+    by_context_drafts = max(0.0, took["long, drafts"] - took["drafts"])
+    further, context = max(1, several - 1), max(1, long_past - past)
+    context_draft = by_context_drafts / num_drafts / context
+    read = context_draft * past  # in each draft measured
     return StepCosts(
         never_slower_with_fewer_rows({n: took[n] for n in rows}),
         max(0.0, by_context) / context,
-        took["draft"],
-        max(0.0, took["drafts"] - took["draft"]) / max(1, num_drafts - 1),
-        max(0.0, took["requests"] - took["drafts"]) / num_drafts,
+        max(0.0, took["draft"] - read),
+        max(0.0, (took["drafts"] - took["draft"]) / max(1, num_drafts - 1) - read),
+        max(0.0, (took["requests"] - took["drafts"]) / num_drafts - (len(requests) - 1) * read),
         max(0.0, by_context_several - max(0.0, by_context)) / further / context,
+        context_draft,
     )
 
 

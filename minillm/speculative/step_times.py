@@ -6,15 +6,19 @@ work as one with as many rows.
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 
 from minillm.speculative.step_costs import StepCosts
 
 LARGEST_CHANGE = 2.0
 """A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
-PLAIN_WEIGHT, DRAFTED_WEIGHT = 0.1, 0.02
-"""What the latest step weighs in the means of steps without drafts and with them. The first are few, and how fast the
-machine is at the moment matters most; of the others, how they differ from those without."""
+PLAIN_STEPS_KEPT = 16
+"""How fast steps without drafts are is the median of the latest: few, because it changes, and the median, because some
+of them were interrupted or tried fewer threads."""
+DRAFTED_WEIGHT = 0.02
+"""What the latest step weighs in the mean of steps with drafts."""
 SETTLING_STEPS = 2
 """The first steps without drafts behind others, which are not counted: they find other code and data in the processor's
 caches."""
@@ -53,8 +57,8 @@ class PlainTimes:
     """What steps without drafts take: what `costs` say, times how much longer the latest of them took."""
 
     costs: StepCosts
-    _factors: dict[int, Mean] = field(init=False, default_factory=dict)
-    """By number of requests: seconds over those that `costs` say."""
+    _factors: dict[int, deque[float]] = field(init=False, default_factory=dict)
+    """By number of requests, of the latest steps: seconds over those that `costs` say."""
     _settling: int = field(init=False, default=SETTLING_STEPS)
     """Steps without drafts that are not counted any more before those that are."""
 
@@ -63,8 +67,8 @@ class PlainTimes:
         if self._settling:
             self._settling -= 1
             return
-        factor = self._factors.setdefault(num_requests, Mean(PLAIN_WEIGHT))
-        factor.add(seconds / self.costs.target(num_requests, num_context))
+        factors = self._factors.setdefault(num_requests, deque(maxlen=PLAIN_STEPS_KEPT))
+        factors.append(seconds / self.costs.target(num_requests, num_context))
 
     def drafted(self) -> None:
         """Called after each step with drafts."""
@@ -75,7 +79,7 @@ class PlainTimes:
         if not self._factors:
             return None
         nearest = min(self._factors, key=lambda known: abs(known - num_requests))
-        return self._factors[nearest].value * self.costs.target(num_requests, num_context)
+        return statistics.median(self._factors[nearest]) * self.costs.target(num_requests, num_context)
 
 
 @dataclass

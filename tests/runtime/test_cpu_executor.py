@@ -355,7 +355,7 @@ def test_steps_that_took_longer_on_two_threads_continue_with_one(monkeypatch: py
     runner = runner_of(random_model(PLAIN))
     for _ in range(20):
         runner.run([Segment([1], 0, [0])])
-    assert used[0] == 2 and used.count(1) >= 15
+    assert used[0] == 2 and used.count(1) >= 13
 
 
 TWO_ENGINES = """

@@ -13,7 +13,7 @@ from minillm.speculative import step_costs
 from minillm.speculative.step_costs import StepCosts
 from tests.conftest import TinyPair
 
-TRUE = StepCosts({n: 1.0 + 0.1 * n for n in range(1, 65)}, 0.001, 0.4, 0.2, 0.03, 0.0002)
+TRUE = StepCosts({n: 1.0 + 0.1 * n for n in range(1, 65)}, 0.001, 0.4, 0.2, 0.03, 0.0002, 0.0003)
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -23,7 +23,7 @@ def seconds(run: Callable[[], Any]) -> float:
         _, _, past, rows = run.args
         return TRUE.target(rows, past, rows)
     requests, num_drafts = run.args
-    return TRUE.draft(len(requests), num_drafts[0])
+    return TRUE.draft(len(requests), num_drafts[0], sum(request.num_computed_tokens for request in requests))
 
 
 def test_costs_are_those_of_the_machine(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +39,6 @@ def test_costs_are_those_of_the_machine(tiny: TinyPair, monkeypatch: pytest.Monk
     options = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 4, "adaptive": True}
     llm = LLM(str(tiny.target), device="cpu", speculative_config=options, num_kv_blocks=64)
     costs = llm.llm_engine.engine.scheduler.draft_policy.policy.costs
-    for name in ("context_token", "context_row", "first_draft", "next_draft", "next_request"):
+    for name in ("context_token", "context_row", "next_draft", "next_request", "context_draft"):
         assert getattr(costs, name) == pytest.approx(getattr(TRUE, name)), name
     assert costs.forward[5] - costs.forward[1] == pytest.approx(TRUE.target(5, 64, 5) - TRUE.target(1, 64))

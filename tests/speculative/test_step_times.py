@@ -51,6 +51,13 @@ def test_one_step_without_drafts_that_was_interrupted_changes_little() -> None:
     assert times.seconds(1, 0) <= 1.1
 
 
+def test_a_slow_one_among_the_first_steps_without_drafts_changes_nothing() -> None:
+    times = PlainTimes(COSTS)
+    for seconds in (*[9.0] * SETTLING_STEPS, 1.0, 2.0, 1.0, 1.0):
+        told(times, 1, 0, seconds, 1)
+    assert times.seconds(1, 0) == 1.0
+
+
 def test_what_drafts_add_is_learned() -> None:
     overhead = DraftingOverhead()
     assert overhead.added(0.5) == 0.5
