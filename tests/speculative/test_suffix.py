@@ -343,8 +343,8 @@ def test_the_bundled_model_says_the_same_in_fewer_steps() -> None:
     assert [tokens(llm, [text], params)[0] for text in TEXTS] == plain
 
 
-def test_costs_are_measured_with_texts_of_two_requests(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under one name they would be one request whose text changes, and each turn would index it anew."""
+def test_costs_are_measured_with_a_text_for_each_request(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one name the three would be one request whose text changes, and each turn would index it anew."""
     indexed: list[int] = []
     make = SuffixTrie.__init__
 
@@ -354,7 +354,7 @@ def test_costs_are_measured_with_texts_of_two_requests(tiny: TinyPair, monkeypat
 
     monkeypatch.setattr(SuffixTrie, "__init__", counted)
     LLM(str(tiny.target), speculative_config={**SPECULATE, "adaptive": True})
-    assert sum(length > 1 for length in indexed) == 2
+    assert sum(length > 1 for length in indexed) == 3
 
 
 def test_a_preempted_request_is_guessed_on(tiny: TinyPair) -> None:
