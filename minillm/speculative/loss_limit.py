@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
-from minillm.speculative.step_times import DRAFTED_WEIGHT, Mean, PlainTimes, within
+from minillm.speculative.step_times import Mean, PlainTimes, within
 
 PLAIN_STEPS = 6
 """So many steps at a time go without drafts, to be compared."""
@@ -34,7 +34,7 @@ class LossLimit:
     policy: DraftPolicy
     plain_times: PlainTimes
     """What steps without drafts take. The policy keeps it."""
-    _drafted: Mean = field(init=False, default_factory=lambda: Mean(DRAFTED_WEIGHT))
+    _drafted: Mean = field(init=False, default_factory=Mean)
     """Seconds of steps with drafts, over those of steps without."""
     _saved: float = field(init=False, default=0.0)
     """Seconds."""

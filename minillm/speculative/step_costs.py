@@ -125,9 +125,8 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
     further, context = max(1, several - 1), max(1, long_past - past)
     by_context, by_context_several = took["long"] - took[1], took["long, several rows"] - took[several]
     by_context_drafts = max(0.0, took["long, drafts"] - took["drafts"])
-    further, context = max(1, several - 1), max(1, long_past - past)
     context_draft = by_context_drafts / num_drafts / context
-    read = context_draft * past  # in each draft measured
+    read = context_draft * past  # seconds of each draft that was measured with a short text
     return StepCosts(
         never_slower_with_fewer_rows({n: took[n] for n in rows}),
         max(0.0, by_context) / context,

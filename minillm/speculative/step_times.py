@@ -15,10 +15,10 @@ from minillm.speculative.step_costs import StepCosts
 LARGEST_CHANGE = 2.0
 """A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
 PLAIN_STEPS_KEPT = 16
-"""How fast steps without drafts are is the median of the latest: few, because it changes, and the median, because some
-of them were interrupted or tried fewer threads."""
+"""Steps without drafts are judged by the median of so many of the latest. Few, because the speed of a machine changes;
+the median, because some were interrupted or tried fewer threads."""
 DRAFTED_WEIGHT = 0.02
-"""What the latest step weighs in the mean of steps with drafts."""
+"""What the latest step with drafts weighs at least in means over them."""
 SETTLING_STEPS = 2
 """The first steps without drafts behind others, which are not counted: they find other code and data in the processor's
 caches."""
@@ -38,9 +38,8 @@ def within(found: float, usual: float) -> float:
 
 @dataclass
 class Mean:
-    """Of values of which the latest weighs at least a given share."""
+    """Of values of which the latest weighs at least `DRAFTED_WEIGHT`."""
 
-    weight: float
     value: float = 0.0
     count: int = 0
 
@@ -49,7 +48,7 @@ class Mean:
         self.count += 1
         if self.count > 1:
             value = within(value, self.value)
-        self.value += max(self.weight, 1 / self.count) * (value - self.value)
+        self.value += max(DRAFTED_WEIGHT, 1 / self.count) * (value - self.value)
 
 
 @dataclass

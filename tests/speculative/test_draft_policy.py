@@ -137,13 +137,20 @@ def test_long_contexts_make_a_draft_cheap() -> None:
         assert policy.plan([request], 1).num_drafts == [expected]
 
 
-def test_rows_that_read_a_long_context_cost_more() -> None:
+@pytest.mark.parametrize("more", ["context_row", "context_draft"])
+def test_rows_and_drafts_that_read_a_long_context_cost_more(more: str) -> None:
     for num_tokens, expected in ((3, 4), (2000, 0)):
-        costs = StepCosts({1: 1.0, 64: 1.0}, context_token=0.001, context_row=0.001)
+        costs = StepCosts({1: 1.0, 64: 1.0}, context_token=0.001, **{more: 0.001})
         policy, request = AdaptiveDrafts(4, costs), a_request()
         request.token_ids = [1] * num_tokens
         judged(policy, request, 0.3)
         assert policy.plan([request], 1).num_drafts == [expected]
+
+
+def test_drafts_cost_what_the_requests_that_have_some_read() -> None:
+    costs = StepCosts({1: 1.0, 64: 1.0}, context_draft=0.01)
+    assert costs.drafted(4, 4, 400, drafting=1, longest=3, extra=3) == pytest.approx(1.0 + 3 * 0.01 * 100)
+    assert costs.drafted(4, 4, 400, drafting=4, longest=3, extra=12) == pytest.approx(1.0 + 3 * 0.01 * 400)
 
 
 def test_after_a_pause_one_request_tries_again_and_pauses_grow() -> None:

@@ -39,6 +39,6 @@ def test_costs_are_those_of_the_machine(tiny: TinyPair, monkeypatch: pytest.Monk
     options = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 4, "adaptive": True}
     llm = LLM(str(tiny.target), device="cpu", speculative_config=options, num_kv_blocks=64)
     costs = llm.llm_engine.engine.scheduler.draft_policy.policy.costs
-    for name in ("context_token", "context_row", "next_draft", "next_request", "context_draft"):
+    for name in ("context_token", "context_row", "first_draft", "next_draft", "next_request", "context_draft"):
         assert getattr(costs, name) == pytest.approx(getattr(TRUE, name)), name
     assert costs.forward[5] - costs.forward[1] == pytest.approx(TRUE.target(5, 64, 5) - TRUE.target(1, 64))

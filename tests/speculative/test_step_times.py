@@ -30,7 +30,7 @@ def test_steps_take_as_much_longer_as_the_latest_of_so_many_requests() -> None:
     assert times.seconds(1, 10) == pytest.approx(3.0) and times.seconds(1, 30) == pytest.approx(6.0)
     assert times.seconds(8, 10) == pytest.approx(4.5) and times.seconds(7, 10) == pytest.approx(4.0)
     assert times.seconds(2, 10) == pytest.approx(4.5)  # as of one
-    told(times, 1, 10, 1.5)  # the machine has become faster
+    told(times, 1, 10, 1.5, 10)  # the machine has become faster
     assert times.seconds(1, 10) == pytest.approx(1.5, rel=0.01)
 
 

@@ -15,16 +15,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 FIRST_REST, LONGEST_REST = 8, 256
-"""Steps without a number of threads before it is tried again: 256, but of one that was used for long, 8, doubled each
-time. Long is for as many steps as its last rest; the number of the first step counts as such, too."""
+"""Steps without a number of threads before it is tried again: at least and at most."""
 TRIAL_STEPS = 5
-"""Steps that a trial takes, with the one that is not counted."""
+"""Steps that a trial takes, including a first one that is not counted."""
 MEAN_STEPS = 8
 """A number of threads is judged by the mean of its latest steps, at most so many."""
 TRIAL_GIVES_UP_AT = 1.25
 """A trial that is slower by this factor ends at once."""
+
+
+@dataclass
+class Level:
+    """What is known of one number of threads."""
+
+    rest: int
+    """Steps without it before it is tried again. Each rest is twice as long as the one before; after as many steps
+    with it as the last rest took, the next is `FIRST_REST` again."""
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=MEAN_STEPS))
+    """Of its latest steps. Empty: to be tried."""
+    latest: int = 0
+    """Its latest step."""
+    used: int = 0
+    """Steps with it since its last rest."""
 
 
 class RecentSteps:
@@ -36,14 +51,8 @@ class RecentSteps:
         """The number of threads of the latest step."""
         self.in_a_row = 0
         """How many steps in a row, up to the latest, had that number."""
-        self._times: dict[int, deque[float]] = {}
-        """Number of threads → its latest times. Empty if it is to be tried."""
-        self._latest: dict[int, int] = {}
-        """Number of threads → its latest step."""
-        self._rests: dict[int, int] = {}
-        """Number of threads → the steps without it before it is tried again."""
-        self._used: dict[int, int] = {}
-        """Number of threads → steps with it since its last rest."""
+        self._levels: dict[int, Level] = {}
+        """Number of threads → what is known of it."""
 
     def add(self, threads: int, seconds: float) -> None:
         """Remember the time of a step."""
@@ -51,25 +60,30 @@ class RecentSteps:
         wakes = threads > self.current > 0
         self.in_a_row = self.in_a_row + 1 if threads == self.current else 1
         self.current = threads
-        self._latest[threads] = self.num_steps
-        times = self._times.setdefault(threads, deque(maxlen=MEAN_STEPS))
+        # The first number is what the machine should have; another is only a trial until it is used for long.
+        level = self._levels.setdefault(threads, Level(LONGEST_REST if self._levels else FIRST_REST))
+        level.latest = self.num_steps
+        level.used += 1
         if not wakes:
-            times.append(seconds)
-        self._used[threads] = self._used.get(threads, 0) + 1
-        if self._used[threads] >= self._rests.setdefault(threads, LONGEST_REST if self._rests else FIRST_REST):
-            self._rests[threads] = FIRST_REST
-        for rested, times in self._times.items():
-            if times and self._latest[rested] <= self.num_steps - self._rests[rested]:
-                times.clear()
-                self._used[rested] = 0
-                self._rests[rested] = min(2 * self._rests[rested], LONGEST_REST)
+            level.times.append(seconds)
+        if level.used >= level.rest:
+            level.rest = FIRST_REST
+        for other in self._levels.values():
+            if other.times and self.num_steps - other.latest >= other.rest:
+                other.times.clear()
+                other.used = 0
+                other.rest = min(2 * other.rest, LONGEST_REST)
 
     def choose(self, limit: int) -> int:
         """The number of threads for the next step: `limit`, or `limit` halved some times."""
         levels = [limit]
         while levels[-1] > 1:
             levels.append(levels[-1] // 2)
-        means = {level: sum(times) / len(times) for level in levels if (times := self._times.get(level))}
+        means = {
+            level: sum(known.times) / len(known.times)
+            for level in levels
+            if (known := self._levels.get(level)) and known.times
+        }
         if not means:
             return limit
         best = min(means, key=means.__getitem__)

@@ -75,12 +75,8 @@ def test_with_processors_to_itself_a_step_keeps_all_threads() -> None:
     assert threads.count(8) > 0.95 * STEPS and set(threads) == {8, 4}
 
 
-def interrupted_once(step: int, threads: int) -> float:
-    return quiet(step, threads) + 20 * (step == 500)
-
-
-def interrupted_later(step: int, threads: int) -> float:
-    return quiet(step, threads) + 20 * (step == 900)
+def interrupted(at: int) -> Times:
+    return lambda step, threads: quiet(step, threads) + 20 * (step == at)
 
 
 def busy(step: int, threads: int) -> float:
@@ -98,12 +94,9 @@ def test_a_trial_of_fewer_threads_takes_one_step_and_is_rare() -> None:
 
 
 def test_each_lost_trial_doubles_the_time_until_the_next() -> None:
-    tried = steps_with(
-        2, simulate(lambda step, threads: crowded(step, threads) if step > 40 else quiet(step, threads), 2)
-    )
-    rests = [
-        later - earlier - 1 for earlier, later in itertools.pairwise(tried) if later > earlier + 1 and earlier > 40
-    ]
+    steps = simulate(lambda step, threads: (quiet if step < 40 else crowded)(step, threads), 2)
+    tried = [step for step in steps_with(2, steps) if step >= 40]
+    rests = [rest for earlier, later in itertools.pairwise(tried) if (rest := later - earlier - 1)]
     assert rests == [FIRST_REST, 16, 32, 64, 128, LONGEST_REST, LONGEST_REST]
 
 
@@ -119,12 +112,12 @@ def test_threads_that_have_to_wake_up_are_not_taken_for_slow() -> None:
 
 
 def test_after_one_long_wait_all_threads_are_used_again_soon() -> None:
-    without, once = (len(steps_with(1, simulate(times, 2))) for times in (quiet, interrupted_once))
+    without, once = (len(steps_with(1, simulate(times, 2))) for times in (quiet, interrupted(500)))
     assert once - without <= FIRST_REST + 5
 
 
-def test_a_machine_that_was_busy_before_changes_nothing_of_that() -> None:
-    steps = simulate(lambda step, threads: busy(step, threads) if step < 300 else interrupted_later(step, threads), 2)
+def test_so_they_are_on_a_machine_that_was_busy_before() -> None:
+    steps = simulate(lambda step, threads: (busy if step < 300 else interrupted(900))(step, threads), 2)
     assert len([step for step in steps_with(1, steps) if step > 900]) <= FIRST_REST + 5
 
 
