@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from minillm.bench.harness import Counted
+
 if TYPE_CHECKING:
     from minillm.trace import Event
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 class Counts:
     """What the rounds did."""
 
+    num_requests: int | None = None
+    """Only steps of so many requests count. None: all."""
     tokens: int = 0
     forwards: int = 0
     """Requests, summed over the steps that gained tokens."""
@@ -27,11 +31,12 @@ class Counts:
     plain_s: list[float] = field(default_factory=list)
     """Seconds per step without drafts."""
 
-    def count(self, events: Sequence[Event]) -> None:
-        """Count the steps of one run in which every request decodes."""
+    def count(self, events: Sequence[Event]) -> Counted:
+        """Count the steps of one run in which every request decodes, `num_requests` of them. Returns their sum."""
         from minillm.trace import DraftProposed, StepFinished, StepRan, TokensCommitted
 
-        kinds: set[str] = set()
+        before, took = self.tokens, 0.0
+        kinds: list[str] = []
         committed: list[Any] = []
         trees: dict[str, list[int]] = {}
         """The parents of this step's draft trees, by request."""
@@ -39,13 +44,15 @@ class Counts:
             if isinstance(event, DraftProposed) and event.parents is not None:
                 trees[event.request_id] = event.parents
             elif isinstance(event, StepRan):
-                kinds, committed = {work.kind for work in event.work}, []
+                kinds, committed = [work.kind for work in event.work], []
             elif isinstance(event, TokensCommitted):
                 committed.append(event)
             elif isinstance(event, StepFinished):
-                if "prefill" not in kinds:
+                if "prefill" not in kinds and self.num_requests in (None, len(kinds)):
                     self._add(event, committed, "verify" in kinds, trees)
+                    took += event.seconds
                 trees = {}
+        return Counted(took, self.tokens - before)
 
     def _add(self, step: Any, committed: Sequence[Any], has_drafts: bool, trees: Mapping[str, list[int]]) -> None:
         if has_drafts:

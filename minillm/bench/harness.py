@@ -1,7 +1,8 @@
 """How minillm measures: systems in turn within one process, median ratios of runs of the same round, with their spread.
 
-A ratio compares two runs of the same round, so a temporary slowdown of the machine affects both. The compared systems
-should give the same tokens; if they do not, the result says so.
+A ratio compares runs of the same round, so a temporary slowdown of the machine affects both: a run of a system, and the
+runs of its baseline nearest to it, one before and one after if there are both. The compared systems should give the
+same tokens; if they do not, the result says so.
 """
 
 from __future__ import annotations
@@ -72,6 +73,17 @@ class Row:
     config: dict[str, Any] = field(default_factory=dict)
     same_start: float | None = None
     """Share of the baseline's tokens before the first difference, over all prompts; None for the baseline itself."""
+    interval: tuple[float, float] | None = None
+    """Where the true median of the ratio lies with a probability of 95% or more (`median_interval`)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a system in a round."""
+
+    system: str
+    per_token: float
+    """Seconds."""
 
 
 def compare(
@@ -79,50 +91,65 @@ def compare(
     rounds: int,
     peak_memory: Callable[[str], int | None] = lambda name: None,
     seconds: int = 0,
+    first_every: int = 0,
 ) -> list[Row]:
-    """Warm up every system once, then run them in turn `rounds` times (A B C A B C …), or more often, until the first
-    has run for about `seconds`. Returns their rows: none where no system can run."""
+    """Warm up every system once, then run them in turn `rounds` times (A B C A B C …), or more often, so that a system
+    as fast as the first runs for about `seconds`. Returns their rows: none where no system can run.
+
+    `first_every`: the first system runs again behind every so many others and at the end of a round (2: A B C A D E A),
+    so that a ratio compares runs close to each other, on a machine whose speed changes. 0: once in a round.
+    """
     if not systems:
         return []
+    order = _order(systems, first_every)
     tokens: dict[str, list[list[int]]] = {}
-    per_token: dict[str, list[float]] = {system.name: [] for system in systems}
-    first = systems[0].name
-    with tqdm(total=(rounds + 1) * len(systems), desc="measuring", unit=" runs") as bar:
+    measured: list[list[Run]] = []
+    with tqdm(total=len(systems) + rounds * len(order), desc="measuring", unit=" runs") as bar:
         for turn in itertools.count():
             if turn == 2 and seconds:  # after the first round that counts
-                of_a_run = per_token[first][0] * sum(map(len, tokens[first]))
+                of_a_run = measured[0][0].per_token * sum(map(len, tokens[order[0].name]))
                 rounds = max(rounds, math.ceil(seconds / of_a_run))
-                bar.total = (rounds + 1) * len(systems)
+                bar.total = len(systems) + rounds * len(order)
             if turn > rounds:
                 break
-            for system in systems:
+            runs = []
+            for system in order if turn else systems:
                 bar.set_postfix_str(system.name)
                 began = time.perf_counter()
                 tokens[system.name] = system.run()
                 took = Counted(time.perf_counter() - began, sum(map(len, tokens[system.name])))
-                if turn:
-                    counted = system.counted() if system.counted else took
-                    per_token[system.name].append(counted.seconds / counted.num_tokens)
+                counted = system.counted() if turn and system.counted else took
+                runs.append(Run(system.name, counted.seconds / counted.num_tokens))
                 bar.update()
+            if turn:
+                measured.append(runs)
     rows = []
     for system in systems:
         peak, extra = peak_memory(system.name), system.extra()
-        rows += [_row(system.name, baseline, tokens, per_token, peak, extra) for baseline in system.baselines]
+        rows += [_row(system.name, baseline, tokens, measured, peak, extra) for baseline in system.baselines]
     return rows
+
+
+def _order(systems: Sequence[System], first_every: int) -> list[System]:
+    """The systems of a round; see `compare`."""
+    if not first_every or len(systems) < 2:
+        return list(systems)
+    first, order = systems[0], []
+    for place, system in enumerate(systems[1:]):
+        order += [system] if place % first_every else [first, system]
+    return [*order, first]
 
 
 def _row(
     system: str,
     baseline: str | None,
     tokens: dict[str, list[list[int]]],
-    per_token: dict[str, list[float]],
+    measured: Sequence[Sequence[Run]],
     peak: int | None,
     extra: dict[str, Any],
 ) -> Row:
-    ratios: list[float] = []
-    if baseline is not None:
-        ratios = [b / own for b, own in zip(per_token[baseline], per_token[system], strict=True)]
-    median = statistics.median(per_token[system])
+    ratios = [] if baseline is None else [_ratio(runs, system, baseline) for runs in measured]
+    median = statistics.median(run.per_token for runs in measured for run in runs if run.system == system)
     return Row(
         system=system,
         baseline=baseline,
@@ -135,7 +162,34 @@ def _row(
         outputs_equal=None if baseline is None else tokens[system] == tokens[baseline],
         config=extra,
         same_start=None if baseline is None else common_prefix_share(tokens[system], tokens[baseline]),
+        interval=median_interval(ratios),
     )
+
+
+def _ratio(runs: Sequence[Run], system: str, baseline: str) -> float:
+    """The speed of `system` in a round, over the mean of the nearest runs of `baseline` before and after it."""
+    names = [run.system for run in runs]
+    place = names.index(system)
+    places = [i for i, name in enumerate(names) if name == baseline]
+    before, after = [i for i in places if i < place][-1:], [i for i in places if i > place][:1]
+    return statistics.mean(runs[i].per_token for i in before + after) / runs[place].per_token
+
+
+CONFIDENCE = 0.95
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """An interval that the true median lies in with a probability of `CONFIDENCE` or more, whatever the distribution of
+    the values, if they are independent: from the k-th smallest to the k-th largest, with the largest k for which the
+    binomial distribution allows it. None if there are too few, fewer than six."""
+    n, found = len(values), None
+    ordered, outside = sorted(values), 0.0
+    for k in range(n // 2):
+        outside += 2 * math.comb(n, k) / 2**n  # the true median is below the k-th smallest or above the k-th largest
+        if outside > 1 - CONFIDENCE:
+            break
+        found = ordered[k], ordered[n - 1 - k]
+    return found
 
 
 def common_prefix_share(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:

@@ -1,19 +1,22 @@
 """Speculative decoding by method, kind of text, batch and weights, against plain decoding of the same weights.
 
 All engines of one kind of weights and batch run in turn over the prompts of one slice (`minillm.training.slice_prompts`
-says what the slices are). Prompts come from the prefix cache, so decoding is measured. Per row:
+says what the slices are), with plain decoding before and after every two of them. What counts are the steps in which as
+many requests decode as the batch says: a request that ends makes room for another, until none is left. Prompts come
+from the prefix cache, and steps with the rest of a prompt do not count. Per row:
 
     ratio         speed over plain decoding, the median of the rounds, and their spread                      measured
-    best_ratio    the same from the shortest time of each prompt: other programs only ever make a run longer  measured
+    interval      where the true median of the ratio lies with a probability of 95%                          measured
+    best_ratio    the same from the fastest run of each group: other programs only ever make a run longer    measured
     rounds        at least `--rounds`, and more where a run is short (`--seconds`)                            counted
     tau           tokens per request and forward of the target                                               measured
     alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
     c, v          seconds of a round's drafting and of the rest of it, over those of a plain step             measured
-    predicted     tokens per step over those of plain decoding (which is τ for one request), over the mean
-                  cost of a step, which is c + v with drafts and 1 without                                   modelled
+    predicted     τ over the mean cost of a step, which is c + v with drafts and 1 without                   modelled
 
-Plain decoding also runs a second time in each round, between the methods, on an engine of its own: how far its ratio is
-from 1 is noise, differences between equal engines included.
+Plain decoding also runs on a second engine in each round, between the methods: how far its ratio is from 1 is noise,
+differences between equal engines included. Each run begins with a few tokens that do not count, so that no engine finds
+more of its weights in the processor's caches than another.
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
 drafts of all runs, without the shortest and longest twentieth of them. A shape with random weights has a draft of
 random weights, too, and drafts are accepted at given rates.
@@ -24,7 +27,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minillm.bench.draft_counts import Counts
-from minillm.bench.harness import Row, System, compare, result, save
+from minillm.bench.harness import Counted, Row, System, compare, result, save
 from minillm.bench.shapes import shape_folder
 from minillm.bench.systems import draft_for, room_for_prompt
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
@@ -51,6 +53,11 @@ SHORTEST_PROMPT = 16
 WEIGHTS = {"fp32": None, "int8": "int8", "w8a8": "w8a8"}
 BATCHES = (1, 4, 16)
 PLAIN, AGAIN = "plain", "plain, again"
+WARM_UP_TOKENS = 8
+WAVES = 2
+"""Requests per seat of a run, where there are several seats."""
+PLAIN_EVERY = 2
+"""Plain decoding runs before and after so many others."""
 TRAINED = ("heads", "prompt_tokens", "spire", "long")
 """Methods with weights that were trained for one target."""
 METHODS: dict[str, dict[str, Any]] = {
@@ -130,7 +137,7 @@ def run(
         "prompts_per_slice": prompts,
         "new_tokens": new_tokens,
         "sampling": "greedy",
-        "counted": "decoding: prompts come from the prefix cache",
+        "counted": "steps without prompts in which as many requests decode as the batch says",
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "rounds": rounds,
@@ -243,40 +250,62 @@ class SliceRun:
         from minillm import SamplingParams
 
         self.engines, self.batch = engines, batch
-        self.params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        self.params, self.warm_up = (
+            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            for count in (new_tokens, min(WARM_UP_TOKENS, new_tokens))
+        )
         tokenizer = engines[PLAIN].get_tokenizer()
         room = engines[PLAIN].max_model_len - new_tokens
         ids = [tokenizer.encode(prompt)[-room:] for prompt in prompts]
-        self.prompts = [{"prompt_token_ids": ids[i % len(ids)]} for i in range(max(len(ids), batch))]
+        size = batch * WAVES if batch > 1 else 1
+        count = -(-len(ids) // size) * size
+        requests = [{"prompt_token_ids": ids[i % len(ids)]} for i in range(count)]
+        self.groups = [requests[i : i + size] for i in range(0, count, size)]
+        """Requests that are given to the engine together."""
         self.counts: dict[str, Counts] = {}
-        self.shortest: dict[str, list[float]] = {}
-        """By system: the fewest seconds that each group of prompts has taken so far."""
+        self.latest: dict[str, list[Counted]] = {}
+        """By system: what counts of its latest run, by group."""
+        self.fastest: dict[str, list[float]] = {}
+        """By system: the fewest seconds per token that each group has taken so far."""
         self.runs: Counter[str] = Counter()
-        """By system: how often it ran over all prompts, the warm-up included."""
+        """By system: how often it ran, the warm-up included."""
 
     def rows(self, rounds: int, seconds: int, labels: Mapping[str, Any]) -> list[Row]:
-        """Measure all engines in turn, `rounds` times or until plain decoding has run for about `seconds`."""
+        """Measure all engines in turn, `rounds` times or so often that plain decoding takes about `seconds`."""
         systems = [
-            System(name, lambda name=name: self._generate(name), None if name == PLAIN else PLAIN)
+            System(
+                name,
+                lambda name=name: self._generate(name),
+                None if name == PLAIN else PLAIN,
+                counted=lambda name=name: _sum(self.latest[name]),
+            )
             for name in self.engines
         ]
-        found = compare(systems, rounds, seconds=seconds)
+        found = compare(systems, rounds, seconds=seconds, first_every=PLAIN_EVERY)
         for row in found:
-            row.config["best_ratio"] = sum(self.shortest[PLAIN]) / sum(self.shortest[row.system])
+            row.config["best_ratio"] = sum(self.fastest[PLAIN]) / sum(self.fastest[row.system])
             row.config["rounds"] = self.runs[row.system] - 1
         return [_with_figures(row, self.counts[row.system], self.counts[PLAIN], labels) for row in found]
 
     def _generate(self, name: str) -> list[list[int]]:
-        llm, outputs, seconds = self.engines[name], [], []
+        llm, outputs = self.engines[name], []
+        counts, self.latest[name] = self.counts.setdefault(name, Counts(self.batch)), []
+        is_measured = self.runs[name] > 0  # the first run is a warm-up itself
+        if is_measured:
+            llm.generate(self.groups[0][: self.batch], self.warm_up, use_tqdm=False)
         self.runs[name] += 1
-        with llm.trace() as trace:
-            for i in range(0, len(self.prompts), self.batch):
-                began = time.perf_counter()
-                outputs += llm.generate(self.prompts[i : i + self.batch], self.params, use_tqdm=False)
-                seconds.append(time.perf_counter() - began)
-        self.counts.setdefault(name, Counts()).count(trace.events)
-        self.shortest[name] = list(map(min, seconds, self.shortest.get(name, seconds)))
+        for group in self.groups:
+            with llm.trace() as trace:
+                outputs += llm.generate(group, self.params, use_tqdm=False)
+            self.latest[name].append(counts.count(trace.events))
+        if is_measured:
+            per_token = [counted.seconds / counted.num_tokens for counted in self.latest[name]]
+            self.fastest[name] = list(map(min, per_token, self.fastest.get(name, per_token)))
         return [output.outputs[0].token_ids for output in outputs]
+
+
+def _sum(parts: Sequence[Counted]) -> Counted:
+    return Counted(sum(part.seconds for part in parts), sum(part.num_tokens for part in parts))
 
 
 def _mean(seconds: Sequence[float]) -> float:
@@ -286,11 +315,7 @@ def _mean(seconds: Sequence[float]) -> float:
 
 
 def _with_figures(row: Row, counts: Counts, plain: Counts, labels: Mapping[str, Any]) -> Row:
-    """`row` with the counts of its runs. `plain`: those of plain decoding.
-
-    τ does not predict the speed of several requests, because it counts a step once for each of them, and requests whose
-    drafts are accepted end early. The number of steps does: plain decoding gains the same tokens in more of them.
-    """
+    """`row` with the counts of its runs. `plain`: those of plain decoding."""
     row.config.update(labels)
     if row.system == PLAIN:
         return row
@@ -303,8 +328,7 @@ def _with_figures(row: Row, counts: Counts, plain: Counts, labels: Mapping[str, 
         row.config["v"] = _mean(counts.verify_s) / plain_s
         with_drafts = row.config["rounds_with_drafts"]
         cost = with_drafts * (row.config["c"] + row.config["v"]) + 1 - with_drafts
-        gain = (counts.tokens / steps) / (plain.tokens / len(plain.plain_s))
-        row.config["predicted"] = gain / cost
+        row.config["predicted"] = row.config["tau"] / cost
     return row
 
 
@@ -313,7 +337,7 @@ def table(result: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     made = Table(title=f"speculation on {result['hardware']['cpu']['name']}")
-    for heading in ("slice", "method", "speed-up", "spread", "at best", "predicted", "τ", "c", "v"):
+    for heading in ("slice", "method", "speed-up", "95% interval", "at best", "predicted", "τ", "c", "v"):
         made.add_column(heading, justify="left" if heading in ("slice", "method") else "right")
     section = None
     for row in result["rows"]:
@@ -325,6 +349,6 @@ def table(result: Mapping[str, Any]) -> Table:
             made.add_row(f"{section[0]}, {section[1]} together", style="bold")
         figures = [f"{at[key]:.2f}" if key in at else "" for key in ("best_ratio", "predicted", "tau", "c", "v")]
         speed = f"{row['ratio']:.2f}×" if row["outputs_equal"] else f"{row['ratio']:.2f}×, other tokens"
-        spread = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
-        made.add_row(at["slice"], row["system"], speed, spread, *figures)
+        interval = "{:.2f} to {:.2f}".format(*row["interval"]) if row["interval"] else ""
+        made.add_row(at["slice"], row["system"], speed, interval, *figures)
     return made

@@ -34,7 +34,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 512
 the pause before the next, up to 512; a decision to draft resets it. Texts change, so even a method that never paid is
 tried again. Every other try drafts the full length, because one draft says nothing about later positions. If no draft
 was judged yet, the first try is at once."""
-TRIES_SHARE = 0.02
+TRIES_SHARE = 0.01
 """What a try may cost, as a share of the time until the next. Where it costs more, pauses are longer."""
 MANY_ROUNDS = 8
 """So many rounds and fewer are not forgotten before a try."""

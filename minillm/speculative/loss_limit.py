@@ -13,9 +13,9 @@ PLAIN_STEPS = 6
 """So many steps at a time go without drafts, to be compared."""
 FIRST_PLAIN, PLAIN_EVERY = 8, 256
 """Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 256."""
-LOSS_SHARE = 0.02
+LOSS_SHARE = 0.01
 """What drafting may lose in the long run, as a share of the time of the steps without drafts."""
-MOST_LOST, MOST_SAVED = 8, 32
+MOST_LOST, MOST_SAVED = 4, 32
 """Steps without drafts that drafting may cost before it rests, and those that it may have saved at most before the text
 changes: they, too, may then be lost."""
 

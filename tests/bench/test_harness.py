@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minillm.bench import harness
-from minillm.bench.harness import Counted, System, compare, result, save
+from minillm.bench.harness import Counted, System, compare, median_interval, result, save
 
 
 class Clock:
@@ -70,6 +71,33 @@ def test_short_runs_get_more_rounds(clock: Clock) -> None:
     long = system(clock, "long", [99.0, 8.0, 8.0], [1], order, None)
     compare([long], rounds=2, seconds=3)
     assert order == ["long"] * 3
+
+
+def test_the_first_system_runs_beside_the_others_of_a_round(clock: Clock) -> None:
+    """A machine that gets slower: each is compared with the runs of the first just before and just after it."""
+    order: list[str] = []
+    first = system(clock, "first", [99.0, 2.0, 6.0, 10.0], [1], order, None)
+    others = [
+        system(clock, name, [99.0, seconds], [1], order, "first")
+        for name, seconds in (("a", 4.0), ("b", 2.0), ("c", 4.0))
+    ]
+    rows = compare([first, *others], rounds=1, first_every=2)
+    assert order == ["first", "a", "b", "c", "first", "a", "b", "first", "c", "first"]
+    assert [row.ratio for row in rows] == [None, 1.0, 2.0, 2.0]
+    assert rows[0].p50_ms == 6000.0
+
+
+def test_the_interval_of_a_median_has_the_probability_of_the_binomial_distribution() -> None:
+    assert median_interval([1.0] * 5) is None  # all above the median or all below it: 2/32
+    assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)  # 2/64
+    assert median_interval([float(i) for i in range(9)]) == (1.0, 7.0)  # 2 · (1 + 9)/512
+    assert median_interval([float(i) for i in range(11)]) == (1.0, 9.0)  # with (2, 8): 2 · (1 + 11 + 55)/2048
+    rng = random.Random(0)
+    hits = 0
+    for _ in range(2000):
+        low, high = median_interval([rng.gauss(5, 1) for _ in range(20)]) or (0, 0)
+        hits += low <= 5 <= high
+    assert hits > 1870  # 95.9% of 2,000, σ 8.9: a miss has a probability below 1e-6
 
 
 def test_no_system_gives_no_rows() -> None:

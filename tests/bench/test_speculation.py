@@ -13,7 +13,7 @@ from rich.console import Console
 
 from minillm.bench import shapes
 from minillm.bench.draft_counts import Counts
-from minillm.bench.harness import Row
+from minillm.bench.harness import Counted, Row
 from minillm.bench.speculation import AGAIN, METHODS, PLAIN, SliceRun, _with_figures, run, slice_prompts, table
 from minillm.commands.bench import names
 from minillm.errors import ConfigError
@@ -100,15 +100,16 @@ def test_every_prompt_stays_cached_so_that_only_decoding_is_measured(
     runs: list[int] = []
     count = Counts.count
 
-    def counted(self: Counts, events: Sequence[Event]) -> None:
+    def counted(self: Counts, events: Sequence[Event]) -> Counted:
         works = [work for event in events if isinstance(event, StepRan) for work in event.work]
         runs.append(max(work.num_tokens for work in works if work.kind == "prefill"))
-        count(self, events)
+        return count(self, events)
 
     monkeypatch.setattr(Counts, "count", counted)
     given = {"methods": ["ngram"], "slices": ["long files"], "weights": ["fp32"], "batches": [batch]}
     run(str(tiny.target), rounds=2, seconds=0, prompts=3, new_tokens=8, block_size=16, **given)
-    assert min(runs[:4]) > 16 >= max(runs[4:])  # each engine, plain decoding a second time included, has its cache
+    first = 4 if batch > 1 else 12  # each of four engines, for all prompts together or for each of three
+    assert min(runs[:first]) > 16 >= max(runs[first:])
 
 
 def test_a_shape_is_measured_with_drafts_accepted_at_given_rates(
@@ -165,16 +166,53 @@ def test_counts_are_those_of_the_trace() -> None:
     assert (counts.draft_s, counts.verify_s, counts.plain_s) == ([0.75, 0.5], [2.5, 2.5], [2.5])
 
 
-def test_requests_that_end_at_different_times_are_predicted_from_the_number_of_steps() -> None:
-    """Ten tokens for each of two requests: one gains two in each round and ends after five, the other gains one."""
-    plain = Counts(tokens=20, forwards=20, plain_s=[1.0] * 10)
-    drafted = Counts(tokens=20, forwards=15, judged=[15], accepted=[5], draft_s=[0.5] * 10, verify_s=[1.5] * 10)
+def test_the_prediction_is_the_tokens_of_a_step_over_its_cost() -> None:
+    """Of 20 steps with 1.5 tokens each, five have drafts and take three times as long."""
+    plain = Counts(tokens=40, forwards=40, plain_s=[1.0] * 40)
+    drafted = Counts(tokens=30, forwards=20, draft_s=[1.0] * 5, verify_s=[2.0] * 5, plain_s=[1.0] * 15)
     row = Row("draft_model", PLAIN, 0.5, 0.5, 0.5, 1.0, 1.0, None, True)
-    found = _with_figures(row, drafted, plain, {"batch": 2}).config
-    assert found["tau"] == pytest.approx(4 / 3)
-    assert (found["c"], found["v"], found["predicted"]) == (0.5, 1.5, 0.5)  # as many steps, each twice as long
-    alone = _with_figures(row, replace(drafted, forwards=10), Counts(20, 20, plain_s=[1.0] * 20), {"batch": 1}).config
-    assert alone["predicted"] == alone["tau"] / 2
+    found = _with_figures(row, drafted, plain, {"batch": 1}).config
+    assert (found["tau"], found["c"], found["v"], found["predicted"]) == (1.5, 1.0, 2.0, 1.0)
+
+
+def test_steps_count_in_which_all_seats_decode(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six requests for two seats: the speed is that of two requests, until the last of them is alone."""
+    given = {"methods": ["draft_model"], "slices": ["edits"], "weights": ["fp32"], "batches": [2], "drafts": 3}
+    seen: list[tuple[list[int], Counted]] = []
+    count = Counts.count
+
+    def counted(self: Counts, events: Sequence[Event]) -> Counted:
+        found = count(self, events)
+        steps = [event.work for event in events if isinstance(event, StepRan)]
+        seen.append(([len(work) for work in steps if all(part.kind != "prefill" for part in work)], found))
+        return found
+
+    monkeypatch.setattr(Counts, "count", counted)
+    result = run(str(tiny.target), str(tiny.draft), rounds=1, seconds=0, prompts=3, new_tokens=12, **given)
+    plain, drafted = seen[0], seen[2]
+    assert set(plain[0]) == {2} and plain[1].num_tokens == 2 * len(plain[0])
+    assert {1, 2} <= set(drafted[0]) and drafted[1].num_tokens >= 2 * drafted[0].count(2)
+    [measured] = [row for row in result["rows"] if row["system"] == "draft_model"]
+    last = seen[-4][1]  # the last runs: drafts, plain decoding, adaptive drafts, plain decoding
+    assert measured["p50_ms"] == pytest.approx(1000 * last.seconds / last.num_tokens)
+
+
+def test_a_run_that_counts_begins_with_a_few_tokens_that_do_not(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    generate = SliceRun._generate
+
+    def generated(self: SliceRun, name: str) -> list[list[int]]:
+        before = self.engines[name].llm_engine.engine.num_steps
+        outputs = generate(self, name)
+        made.append(self.engines[name].llm_engine.engine.num_steps - before)
+        return outputs
+
+    monkeypatch.setattr(SliceRun, "_generate", generated)
+    given = {"methods": ["ngram"], "slices": ["edits"], "weights": ["fp32"], "batches": [1]}
+    run(str(tiny.target), rounds=1, seconds=0, prompts=1, new_tokens=12, **given)
+    assert made[0] == 12 and made[4] == 12 + 8  # plain decoding: the warm-up round, and the first that counts
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_tries_cost_no_more_than_their_share(batch: int) -> None:
     policy = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1 + 63 * 0.2}, 0.0, 1.0, 1.0))
     requests = [a_request(str(i)) for i in range(batch)]
     costs, drafted, extra = policy.costs, 0, 0.0
-    steps = 2000
+    steps = 4000
     for _ in range(steps):
         counts = policy.plan(requests, batch).num_drafts
         if count := max(counts):
