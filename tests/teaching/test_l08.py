@@ -22,7 +22,8 @@ from minillm.ops.rms_norm import rms_norm
 from minillm.teaching.check_function import check_function
 from minillm.teaching.drives import l08_launch as launching
 from minillm.teaching.drives.kernel_source import loads_without_other, unmasked_loads
-from minillm.teaching.drives.l08_launch import Fence, LazyKernel, resolve
+from minillm.teaching.drives.l08_launch import Fence
+from minillm.teaching.drives.lazy_kernel import LazyKernel, resolve
 from minillm.teaching.drives.triton_kernels import KernelError, interpreting
 from minillm.teaching.exercises.l08_triton_kernels import (
     EXERCISES,
@@ -59,21 +60,21 @@ def holds(result: dict, expected: torch.Tensor, exact: bool = False) -> None:
 @given(rows=st.integers(1, 3), columns=SIZES, more=st.tuples(st.integers(0, 5), st.integers(0, 5)))
 def test_copy(rows: int, columns: int, more: tuple[int, int]):
     x = torch.randn(rows, columns)
-    holds(run_copy(LazyKernel("copy_kernel"), x, columns + more[0], columns + more[1], 4), x, exact=True)
+    holds(run_copy(LazyKernel("l08", "copy_kernel"), x, columns + more[0], columns + more[1], 4), x, exact=True)
 
 
 @SMALL
 @given(rows=st.integers(1, 3), columns=SIZES, size=st.sampled_from([1e-3, 1.0, 300.0]))
 def test_softmax(rows: int, columns: int, size: float):
     x = size * torch.randn(rows, columns)
-    holds(run_softmax(LazyKernel("softmax_kernel"), x, power(columns)), x.softmax(-1))
+    holds(run_softmax(LazyKernel("l08", "softmax_kernel"), x, power(columns)), x.softmax(-1))
 
 
 @SMALL
 @given(rows=st.integers(1, 3), columns=SIZES, dtype=st.sampled_from([torch.float32, torch.float16]))
 def test_rms_norm(rows: int, columns: int, dtype: torch.dtype):
     x, weight = (100 * torch.randn(rows, columns)).to(dtype), torch.randn(columns).to(dtype)
-    result = run_rms_norm(LazyKernel("rms_norm_kernel"), x, weight, 1e-5, power(columns))
+    result = run_rms_norm(LazyKernel("l08", "rms_norm_kernel"), x, weight, 1e-5, power(columns))
     holds(result, rms_norm(x, weight, 1e-5))
 
 
@@ -81,7 +82,7 @@ def test_rms_norm(rows: int, columns: int, dtype: torch.dtype):
 @given(rows=st.integers(1, 7), columns=SIZES, tile=st.sampled_from([1, 2, 4]))
 def test_dequantise_gives_the_engines_numbers_bit_for_bit(rows: int, columns: int, tile: int):
     codes, scale = quantize_symmetric(torch.randn(rows, columns), 127)  # scales in bfloat16
-    result = run_dequantise(LazyKernel("dequantise_kernel"), codes, scale, tile, power(columns))
+    result = run_dequantise(LazyKernel("l08", "dequantise_kernel"), codes, scale, tile, power(columns))
     holds(result, dequantize_symmetric(codes, scale), exact=True)
 
 
@@ -104,7 +105,7 @@ def test_a_fence_sees_a_change_on_either_side_and_nan_over_nan():
 def kernel_of(source: str):
     """A kernel from text, as a notebook's cell makes one."""
     with interpreting():
-        resolve(LazyKernel("copy_kernel"))
+        resolve(LazyKernel("l08", "copy_kernel"))
         import triton
         import triton.language as tl
 
@@ -257,10 +258,10 @@ def test_a_reference_is_launched_like_a_kernel_and_not_called_like_a_function():
     x, out = torch.arange(4.0).view(1, 4), torch.zeros(1, 4)
     if not torch.cuda.is_available():
         with interpreting():
-            LazyKernel("copy_kernel")[(1, 1)](x, out, 4, 4, 4, BLOCK=4)
+            LazyKernel("l08", "copy_kernel")[(1, 1)](x, out, 4, 4, 4, BLOCK=4)
         assert torch.equal(x, out)
     with pytest.raises(LessonError, match="launched with a grid"):
-        LazyKernel("copy_kernel")(x, out)
+        LazyKernel("l08", "copy_kernel")(x, out)
     assert issubclass(KernelError, LessonError)
 
 

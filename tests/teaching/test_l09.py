@@ -20,7 +20,8 @@ from minillm.ops.dispatch import has_triton
 from minillm.ops.paged_attention import paged_attention
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
-from minillm.teaching.drives.l09_launch import DEVICE, KernelByName, launch, resolve
+from minillm.teaching.drives.l09_launch import DEVICE, launch
+from minillm.teaching.drives.lazy_kernel import LazyKernel, resolve
 from minillm.teaching.drives.triton_kernels import KernelError
 from minillm.teaching.exercise import Case
 from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
@@ -85,7 +86,7 @@ FAR = {
 @needs_triton
 @pytest.mark.parametrize("changes", STRAYING.values(), ids=STRAYING)
 def test_a_kernel_that_leaves_its_tensors_never_passes_and_is_told_so(changes: list[tuple[str, str]]):
-    result = check_function("l09.decode_kernel", KernelByName("decode_kernel", *changes))
+    result = check_function("l09.decode_kernel", LazyKernel("l09", "decode_kernel", *changes))
     assert result.status is Status.FAILED, str(result)
     assert "beyond the end of" in str(result) or "past the end of an array" in str(result)
 
@@ -94,7 +95,7 @@ def test_a_kernel_that_leaves_its_tensors_never_passes_and_is_told_so(changes: l
 @pytest.mark.parametrize("changes", FAR.values(), ids=FAR)
 def test_a_kernel_that_reads_or_writes_far_away_never_passes_and_never_ends_the_process(changes: list[tuple[str, str]]):
     """Far away there may be other memory of the process: then the answer is wrong, else the child process crashes."""
-    assert check_function("l09.decode_kernel", KernelByName("decode_kernel", *changes)).status is Status.FAILED
+    assert check_function("l09.decode_kernel", LazyKernel("l09", "decode_kernel", *changes)).status is Status.FAILED
 
 
 @needs_triton
@@ -114,7 +115,7 @@ def test_a_kernel_that_reads_or_writes_far_away_never_passes_and_never_ends_the_
 def test_a_cause_that_does_not_follow_from_the_answers_is_not_named(
     change: tuple[str, str], says: str, not_said: str
 ) -> None:
-    report = str(check_function("l09.decode_kernel", KernelByName("decode_kernel", change)))
+    report = str(check_function("l09.decode_kernel", LazyKernel("l09", "decode_kernel", change)))
     assert says in report and not_said not in report
 
 
@@ -122,7 +123,7 @@ def test_scores_that_fall_from_block_to_block_need_the_maximum_of_all_blocks():
     changes = "tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1)"
     exercise = next(e for e in EXERCISES if e.name == "l09.decode_kernel")
     key = AnswerKey(exercise)
-    report = str(check_function(exercise, KernelByName("decode_kernel", changes), key=key))
+    report = str(check_function(exercise, LazyKernel("l09", "decode_kernel", changes), key=key))
     assert "the second block's scores are hundreds below the first's" in report
     assert "takes the maximum of this block only" in report
 
@@ -163,7 +164,7 @@ def test_the_int8_kernel_reads_what_the_engines_int8_cache_holds():
 
 @needs_triton
 def test_a_kernel_that_stops_is_reported_with_its_own_line():
-    broken = KernelByName("merge_kernel", ("split, channel = ", "split, chanel = "))
+    broken = LazyKernel("l09", "merge_kernel", ("split, channel = ", "split, chanel = "))
     text = str(check_function("l09.merge_kernel", broken))
     assert "KernelError: NameError: name 'channel' is not defined" in text
     if DEVICE == "cpu":  # the compiler's message shows the line itself
@@ -182,7 +183,7 @@ def test_a_kernel_whose_stub_is_a_comment_is_no_stub():
         "    row = tl.program_id(0)\n",
         '    # raise NotImplementedError("write it here")\n    row = tl.program_id(0)\n',
     )
-    assert check_function("l09.merge_kernel", KernelByName("merge_kernel", change)).passed
+    assert check_function("l09.merge_kernel", LazyKernel("l09", "merge_kernel", change)).passed
 
 
 def test_a_compiled_kernel_is_not_taken_for_a_planted_one():
@@ -194,14 +195,14 @@ def test_a_compiled_kernel_is_not_taken_for_a_planted_one():
 @needs_triton
 def test_a_stub_below_the_given_lines_is_not_done_yet():
     loop = "for first in range(begin, end, BLOCK_SIZE):"
-    stub = KernelByName("split_kernel", (loop, f'raise NotImplementedError("write it here")\n    {loop}'))
+    stub = LazyKernel("l09", "split_kernel", (loop, f'raise NotImplementedError("write it here")\n    {loop}'))
     assert check_function("l09.split_kernel", stub).status is Status.NOT_DONE
 
 
 @needs_triton
 def test_masked_lanes_that_reach_no_result_need_no_other():
     changes = "tl.load(k_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(k_ptr + at, mask=exists[:, None])"
-    assert check_function("l09.decode_kernel", KernelByName("decode_kernel", changes)).passed
+    assert check_function("l09.decode_kernel", LazyKernel("l09", "decode_kernel", changes)).passed
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -223,7 +224,7 @@ def test_kernels_are_launched_with_a_grid():
 @needs_triton
 def test_a_planted_mistake_that_no_longer_fits_is_noticed():
     with pytest.raises(Exception, match="change its planted mistakes as well"):
-        launch(KernelByName("merge_kernel", ("no such line", "")), (1,))
+        launch(LazyKernel("l09", "merge_kernel", ("no such line", "")), (1,))
 
 
 def test_remembered_answers_are_those_of_the_inputs_they_belong_to():

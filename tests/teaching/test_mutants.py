@@ -12,7 +12,7 @@ from minillm.cli import main
 from minillm.errors import LessonError
 from minillm.teaching import mutants
 from minillm.teaching.answer_key import AnswerKey
-from minillm.teaching.drives.l08_launch import LazyKernel
+from minillm.teaching.drives.lazy_kernel import LazyKernel
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.mutant_report import summary
 from minillm.teaching.mutate import build, mutants_of
@@ -73,7 +73,7 @@ def test_classes_and_triton_kernels_can_be_spoilt_too():
     lost = next(m for m in mutants_of(Counter) if m.description == "self.count += step [-> nothing]")
     counter = build(lost, Counter)()
     assert counter.add(3) == 0
-    kernel = LazyKernel("copy_kernel")
+    kernel = LazyKernel("l08", "copy_kernel")
     assert any("[column < columns -> column <= columns]" in m.description for m in mutants_of(kernel))
 
 

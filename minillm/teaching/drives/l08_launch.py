@@ -9,10 +9,7 @@ page beside the tensor (`wall`).
 from __future__ import annotations
 
 import inspect
-import traceback
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +17,8 @@ from torch import Tensor
 
 from minillm.errors import LessonError
 from minillm.teaching.drives.kernel_source import source_of, stub_message, unmasked_loads
-from minillm.teaching.drives.triton_kernels import KernelError, changed_kernel, interpreting, kernel_type
+from minillm.teaching.drives.lazy_kernel import error_in_words, resolve
+from minillm.teaching.drives.triton_kernels import KernelError, interpreting, kernel_type
 from minillm.teaching.drives.undefined_lanes import check_undefined, with_undefined_lanes
 from minillm.teaching.drives.wall import Wall, check_between_walls
 
@@ -30,54 +28,6 @@ POISON_CODE = 99
 UNWRITTEN = {torch.float32: 0x7FC0BEEF, torch.float16: 0x7E55}
 """NaN with unusual bits, which distinguishes an unwritten element from a NaN that the kernel computed."""
 BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
-Launch = Callable[..., Any]
-
-
-class LazyKernel:
-    """A kernel of `_l08_kernels`, imported at its first use, because that imports Triton.
-
-    It is launched like a kernel: `kernel[grid](…)`. `changes`: replacements `(old, new)` in its source, which make it a
-    planted mistake.
-    """
-
-    def __init__(self, name: str, *changes: tuple[str, str]) -> None:
-        self.__name__ = name
-        self.changes = changes
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Launch:
-        return resolve(self)[grid]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `LessonError`: a kernel is launched with a grid."""
-        raise LessonError(f"a kernel is launched with a grid: {self.__name__}[(programs,)](…)")
-
-    @property
-    def fn(self) -> Any:
-        """The Python function under `@triton.jit`."""
-        return resolve(self).fn
-
-    @cached_property
-    def kernel(self) -> Any:
-        """The Triton kernel. Raises `LessonError` if `changes` name text that is not in its source."""
-        right = getattr(_kernels(), self.__name__)
-        return changed_kernel(right, self.changes, vars(_kernels())) if self.changes else right
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.fn)
-
-
-@lru_cache(maxsize=1)
-def _kernels() -> Any:
-    """The module of the reference kernels, which only the references and the planted mistakes need."""
-    kernel_type()
-    with interpreting():
-        return import_module("minillm.teaching.exercises._l08_kernels")
-
-
-def resolve(function: Any) -> Any:
-    """The Triton kernel of `function`: that of a `LazyKernel`, or `function` itself."""
-    return function.kernel if isinstance(function, LazyKernel) else function
 
 
 class Fence:
@@ -167,7 +117,7 @@ def launch(
         try:
             kernel[grid](*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)
         except Exception as problem:
-            raise KernelError(_in_words(kernel, problem)) from problem
+            raise KernelError(error_in_words(problem, kernel.fn.__name__)) from problem
         for load, variant in with_undefined_lanes(kernel):
             again = out.unwritten()
             variant[grid](*(fence.tensor for fence in inputs), again.tensor, *numbers, **sizes)
@@ -196,13 +146,3 @@ def _check_parameters(kernel: Any, count: int, sizes: tuple[str, ...]) -> None:
             f"your kernel takes ({', '.join(names)}), but it is launched with {count} tensors and numbers, then "
             f"{' and '.join(f'{size}=' for size in sizes)}; keep the parameters of the exercise"
         )
-
-
-def _in_words(kernel: Any, problem: Exception) -> str:
-    """The error of a kernel in one line, with the line of the kernel that raised it."""
-    cause = problem.__cause__ or problem
-    lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
-    own = kernel.fn.__code__.co_filename
-    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == own and frame.line]
-    where = f" (in the line `{frames[-1].line}`)" if frames and frames[-1].name == kernel.fn.__name__ else ""
-    return f"{type(cause).__name__}: {lines[-1].strip()}{where}"

@@ -1,6 +1,6 @@
 """The kernels of lesson 08: four reference kernels, and one kernel per planted mistake. Importing this imports Triton.
 
-So it is imported only when a kernel is first launched (`_l08_launch.resolve`): Triton decides on import whether it
+So it is imported only when a kernel is first launched (`drives/lazy_kernel.py`): Triton decides on import whether it
 compiles or interprets. A wrong kernel differs from its reference in one place, and its name says where.
 """
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.drives.l08 import run_copy, run_dequantise, run_rms_norm, run_softmax
-from minillm.teaching.drives.l08_launch import LazyKernel
+from minillm.teaching.drives.lazy_kernel import LazyKernel
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.exercises import _l08_slips
 from minillm.teaching.exercises._facts import about_tensor
@@ -16,12 +16,12 @@ from minillm.teaching.source import wrong_versions
 
 
 def _planted(description: str, kernel: str, expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, LazyKernel(kernel), expected_message)
+    return WrongVersion(description, LazyKernel("l08", kernel), expected_message)
 
 
 def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
     """A planted mistake for each edit of a right kernel."""
-    return tuple(WrongVersion(description, LazyKernel(kernel, edit)) for description, edit in edits.items())
+    return tuple(WrongVersion(description, LazyKernel("l08", kernel, edit)) for description, edit in edits.items())
 
 
 def loads_without_mask(attempt: Attempt) -> str | None:
@@ -124,7 +124,7 @@ def _grid_of(rows: int, columns: int) -> Tensor:
 
 _COPY = Exercise(
     name="l08.copy_kernel",
-    reference=LazyKernel("copy_kernel"),
+    reference=LazyKernel("l08", "copy_kernel"),
     cases=lambda: [
         Case("one row of two whole blocks", (_grid_of(1, 8), 8, 8, 4)),
         Case("the last block is not full", (_grid_of(1, 6), 6, 6, 4)),
@@ -174,7 +174,7 @@ _COPY = Exercise(
 
 _SOFTMAX = Exercise(
     name="l08.softmax_kernel",
-    reference=LazyKernel("softmax_kernel"),
+    reference=LazyKernel("l08", "softmax_kernel"),
     cases=lambda: [
         Case("one row that fills its block", (torch.tensor([[0.0, 1.0, 2.0, -1.0]]), 4)),
         Case("three columns in a block of four", (torch.tensor([[1.0, 2.0, 3.0]]), 4)),
@@ -238,7 +238,7 @@ def _rms_cases() -> list[Case]:
 
 _RMS_NORM = Exercise(
     name="l08.rms_norm_kernel",
-    reference=LazyKernel("rms_norm_kernel"),
+    reference=LazyKernel("l08", "rms_norm_kernel"),
     cases=_rms_cases,
     run_case=run_rms_norm,
     hints=(
@@ -275,7 +275,7 @@ _RMS_NORM = Exercise(
         WrongVersion(
             "loads x with a mask and without other, so that undefined lanes count in the sum",
             LazyKernel(
-                "rms_norm_kernel", ("columns + column, mask=inside, other=0.0", "columns + column, mask=inside")
+                "l08", "rms_norm_kernel", ("columns + column, mask=inside, other=0.0", "columns + column, mask=inside")
             ),
             "the result depends on masked lanes of",
         ),
@@ -315,7 +315,7 @@ def _dequantise_cases() -> list[Case]:
 
 _DEQUANTISE = Exercise(
     name="l08.dequantise_kernel",
-    reference=LazyKernel("dequantise_kernel"),
+    reference=LazyKernel("l08", "dequantise_kernel"),
     cases=_dequantise_cases,
     run_case=run_dequantise,
     hints=(

@@ -1,6 +1,6 @@
 """Lesson 09, paged attention in Triton: merge partial attentions, walk a block table, split the keys, read INT8.
 
-The kernels are in `_l09_kernels`; how they are launched, and how mistakes are planted in them, is in `_l09_launch`.
+The kernels are in `_l09_kernels`; how they are launched is in `drives/l09_launch.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm.ops.kv_quant import INT8_LEVELS, quantize_symmetric
 from minillm.teaching.drives.l09 import run_decode, run_int8, run_merge, run_split
-from minillm.teaching.drives.l09_launch import KernelByName
+from minillm.teaching.drives.lazy_kernel import LazyKernel
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.exercises import _l09_slips
 from minillm.teaching.exercises._facts import about_tensor
@@ -179,7 +179,7 @@ def poisoned(
 
 def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
     """A planted mistake for each edit of a right kernel."""
-    return tuple(WrongVersion(description, KernelByName(kernel, edit)) for description, edit in edits.items())
+    return tuple(WrongVersion(description, LazyKernel("l09", kernel, edit)) for description, edit in edits.items())
 
 
 def _about_heads(attempt: Attempt) -> str | None:
@@ -245,12 +245,12 @@ _NO_WHERE = 'tl.where(exists[None, :], score, float("-inf"))', "score"
 
 
 def _decode_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, KernelByName("decode_kernel", *changes), expected_message)
+    return WrongVersion(description, LazyKernel("l09", "decode_kernel", *changes), expected_message)
 
 
 _DECODE = Exercise(
     name="l09.decode_kernel",
-    reference=KernelByName("decode_kernel"),
+    reference=LazyKernel("l09", "decode_kernel"),
     cases=_decode_cases,
     hints=(
         "It is your merge, block by block: merge (m, l, o) of the previous blocks with the scores and values of the "
@@ -374,7 +374,7 @@ _DECODE = Exercise(
 
 
 def _split_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, KernelByName("split_kernel", *changes), expected_message)
+    return WrongVersion(description, LazyKernel("l09", "split_kernel", *changes), expected_message)
 
 
 _BLOCKS_OF_A_PART = "tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS)"
@@ -390,7 +390,7 @@ def _about_parts(attempt: Attempt) -> str | None:
 
 _SPLIT = Exercise(
     name="l09.split_kernel",
-    reference=KernelByName("split_kernel"),
+    reference=LazyKernel("l09", "split_kernel"),
     cases=lambda: [
         Case("four blocks in two parts", (*poisoned(1, [16], [[3, 0, 4, 1]], 1, 1), 2)),
         Case("three blocks in two parts, one row in the last block", (*poisoned(2, [9], [[2, 0, 3]], 1, 1), 2)),
@@ -498,14 +498,14 @@ def _merge_kernel_cases() -> list[Case]:
 
 
 def _merge_wrong(description: str, *changes: tuple[str, str]) -> WrongVersion:
-    return WrongVersion(description, KernelByName("merge_kernel", *changes))
+    return WrongVersion(description, LazyKernel("l09", "merge_kernel", *changes))
 
 
 _WEIGHT = "tl.exp(lse - tl.max(lse, 0))"
 
 _MERGE_KERNEL = Exercise(
     name="l09.merge_kernel",
-    reference=KernelByName("merge_kernel"),
+    reference=LazyKernel("l09", "merge_kernel"),
     cases=_merge_kernel_cases,
     hints=(
         "A part with larger scores holds more of the whole softmax. Its lse says exactly how much.",
@@ -561,14 +561,14 @@ def coded(case: Decode) -> tuple[object, ...]:
 
 
 def _int8_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, KernelByName("int8_kernel", *changes), expected_message)
+    return WrongVersion(description, LazyKernel("l09", "int8_kernel", *changes), expected_message)
 
 
 _K_SCALED, _V_SCALED = " * k_scale[None, :]", " * v_scale[:, None]"
 
 _INT8 = Exercise(
     name="l09.int8_kernel",
-    reference=KernelByName("int8_kernel"),
+    reference=LazyKernel("l09", "int8_kernel"),
     cases=lambda: [
         Case("one request, one full block", coded(poisoned(1, [4], [[1]], 1, 1))),
         Case("the last block holds one of four", coded(poisoned(2, [5], [[2, 0]], 1, 1))),
