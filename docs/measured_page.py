@@ -162,8 +162,17 @@ def _how(file: str, result: Result) -> str:
     used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     weights = "" if is_of_bundled_weights(file) else f" Measured {EARLIER}."
     machine = f"{threads}{hardware['name']} ({', '.join(hardware['simd'])})"
-    rounds = f"{config['rounds']} rounds, " if "rounds" in config else ""
-    return f"{rounds}{machine}. {used}.{weights} Results: `benchmarks/{file}.json`."
+    return f"{_rounds(result)}{machine}. {used}.{weights} Results: `benchmarks/{file}.json`."
+
+
+def _rounds(result: Result) -> str:
+    """How often the systems ran. Where rows say it themselves, those with short runs ran more often."""
+    config = result["config"]
+    lines = [row for row in result.get("rows", ()) if row.get("baseline") and "rounds" in row["config"]]
+    counts = {row["config"]["rounds"] for row in lines}
+    counts = counts or ({config["rounds"]} if "rounds" in config else set())
+    words = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
+    return words and f"{words} rounds, "
 
 
 def _table(part: Section, result: Result) -> str:

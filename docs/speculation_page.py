@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,9 +45,9 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         "## Drafting methods\n\n"
         f"{at['num_speculative_tokens']} drafts per round, greedy, {at['new_tokens']} new tokens, over plain decoding "
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
-        "are means over the kinds of text, with the lowest and the highest in brackets. Several requests begin "
-        "together, and the time is that of the last one to end: requests whose drafts are accepted less often go on "
-        "alone. `adaptive`, the default, drafts as many tokens as it predicts to pay, and rests where that loses. "
+        "are means over the kinds of text, with the lowest and the highest in brackets. What counts is the time of "
+        "the steps in which all requests decode; one that ends makes room for the next. `adaptive`, the "
+        "default, drafts as many tokens as it predicts to pay, and rests where that loses. "
         f"Measured at revision `{result['revision']}`.{_left_out(rows)}"
     )
 
@@ -55,13 +56,10 @@ def _left_out(rows: Sequence[Result]) -> str:
     """Which kinds of text were not measured with all weights and batches."""
     seen = {(at["slice"], at["weights"], at["batch"]) for row in rows for at in (row["config"],)}
     slices, weights, batches = (sorted(set(column)) for column in zip(*seen, strict=True))
-    missing = [
-        f"{name} with {kind} weights and {batch} together"
-        for name in slices
-        for kind in weights
-        for batch in batches
-        if (name, kind, batch) not in seen
-    ]
+    missing = []
+    for kind, batch in itertools.product(weights, batches):
+        if absent := [name for name in slices if (name, kind, batch) not in seen]:
+            missing.append(f"{', '.join(absent)} with {kind} weights and {batch} together")
     return f" Not measured: {'; '.join(missing)}." if missing else ""
 
 
@@ -120,36 +118,40 @@ def _prediction(rows: Sequence[Result]) -> str:
     close = sum(error <= CLOSE for error in errors)
     adaptive = [row for row in rows if row["system"].endswith(ADAPTIVE)]
     fixed = [row for row in rows if not row["system"].endswith(ADAPTIVE)]
-    below = sum(row["ratio"] < GOAL for row in adaptive)
+    below, surely = sum(row["ratio"] < GOAL for row in adaptive), sum(row["interval"][1] < GOAL for row in adaptive)
     slowest, worst = (min(group, key=lambda row: row["ratio"]) for group in (adaptive, fixed))
     return (
-        "Modelled: t / (s (c + v) + 1 - s), with the measured tokens per step over those of plain decoding (t, which "
-        "is τ for one request), the share of rounds with drafts (s), and the costs of drafting (c) and of the rest of "
-        "such a round (v), is within "
+        "Modelled: τ / (s (c + v) + 1 - s), with the measured τ, share of steps with drafts (s), and costs of drafting "
+        "(c) and of the rest of such a step (v), is within "
         f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines, and at most {max(errors):.0%} from "
         f"it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest adaptive one "
-        f"{_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×."
+        f"{_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×, {surely} of them with their "
+        "whole 95% interval."
     )
 
 
 def _noise(rows: Sequence[Result], again: Sequence[Result]) -> str:
     """How much of that is noise."""
-    text = f"From round to round the speed of a line varies by {_spread(rows):.0%} (median)."
+    width = statistics.median((row["interval"][1] - row["interval"][0]) / 2 for row in rows)
+    text = f"The 95% interval of a line's speed-up is ±{width:.2f}× (median)."
     if not again:
         return text
     below, lowest = sum(row["ratio"] < GOAL for row in again), min(row["ratio"] for row in again)
+    surely = sum(row["interval"][1] < GOAL for row in again)
     return (
-        f"{text} Plain decoding, measured a second time in each round, is below {GOAL}× of itself in {below} of "
-        f"{len(again)} lines, its slowest one at {lowest:.2f}×."
+        f"{text} Plain decoding on a second engine is below {GOAL}× of the first in {below} of {len(again)} lines, "
+        f"{surely} of them with their whole interval, its slowest one at {lowest:.2f}×."
     )
 
 
 def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
     """The shape of 0.4 billion parameters, where weights are random and drafts are accepted at given rates."""
     rows, _ = _lines(result)
+    same = result["config"]["counted"] == load("speculation")["config"]["counted"]
+    counted = "" if same else " The whole time of a run counts, with the last tokens of each prompt."
     lines = [
         "At 0.4 billion parameters, w8a8, one request. Weights are random, so drafts are accepted at about the rates "
-        "of the bundled pair (`synthetic`), whatever the text. `modelled` is as above.\n",
+        f"of the bundled pair (`synthetic`), whatever the text.{counted} `modelled` is as above.\n",
         *table_head(["text", "method", "speed-up", "modelled", "τ", "c", "v"]),
     ]
     for row in rows:
@@ -162,11 +164,6 @@ def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
 def _line(row: Result) -> str:
     at: dict[str, Any] = row["config"]
     return f"{row['ratio']:.2f}× ({_method(row)}, {at['weights']}, {at['batch']} together, {at['slice']})"
-
-
-def _spread(rows: Sequence[Result]) -> float:
-    """The median over lines of the distance between the slowest and the fastest round, as a share of the speed."""
-    return statistics.median((row["ratio_max"] - row["ratio_min"]) / row["ratio"] for row in rows)
 
 
 def _method(row: Result) -> str:

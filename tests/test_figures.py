@@ -99,11 +99,17 @@ def test_plain_decoding_that_was_measured_twice_tells_the_noise_and_is_no_method
     measured = copy.deepcopy(results.load("speculation"))
     line = next(row for row in measured["rows"] if row["system"] == "ngram")
     measured["rows"] = [row for row in measured["rows"] if row["system"] != "plain, again"]
-    measured["rows"] += [line | {"system": "plain, again", "ratio": ratio} for ratio in (0.5, 0.96, 0.98, 9.0)]
+    measured["rows"] += [
+        line | {"system": "plain, again", "ratio": ratio, "interval": [ratio - 0.02, ratio + 0.02]}
+        for ratio in (0.5, 0.96, 0.98, 9.0)
+    ]
     real: Callable[[str], dict[str, Any]] = results.load
     monkeypatch.setattr(page, "load", lambda file: measured if file == "speculation" else real(file))
     text = page.speculation(lambda file, result: "")
-    assert "below 0.97× of itself in 2 of 4 lines, its slowest one at 0.50×." in text
+    assert (
+        "below 0.97× of the first in 2 of 4 lines, 1 of them with their whole interval, its slowest one at 0.50×."
+        in text
+    )
     assert "plain, again" not in text and "9.00" not in text
 
 
@@ -247,4 +253,4 @@ def test_kinds_of_text_that_were_left_out_are_named(
     real: Callable[[str], dict[str, Any]] = results.load
     monkeypatch.setattr(page, "load", lambda file: less if file == "speculation" else real(file))
     text = page.speculation(lambda file, result: "")
-    assert "Not measured: edits with int8 weights and 4 together" in text
+    assert "Not measured: long files with fp32 weights and 16 together; edits with int8 weights and 4 together" in text

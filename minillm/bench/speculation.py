@@ -8,7 +8,7 @@ from the prefix cache, and steps with the rest of a prompt do not count. Per row
     ratio         speed over plain decoding, the median of the rounds, and their spread                      measured
     interval      where the true median of the ratio lies with a probability of 95%                          measured
     best_ratio    the same from the fastest run of each group: other programs only ever make a run longer    measured
-    rounds        at least `--rounds`, and more where a run is short (`--seconds`)                            counted
+    rounds        at least `--rounds`, and more where a run is short (`--seconds`); of plain decoding its runs  counted
     tau           tokens per request and forward of the target                                               measured
     alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
     c, v          seconds of a round's drafting and of the rest of it, over those of a plain step             measured
