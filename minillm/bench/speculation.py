@@ -47,13 +47,15 @@ if TYPE_CHECKING:
 
     from minillm import LLM
 
-ROUNDS, SECONDS, PROMPTS, NEW_TOKENS = 3, 3, 4, 64
+ROUNDS, SECONDS, PROMPTS, NEW_TOKENS = 6, 3, 4, 64
+"""Fewer than six rounds give no interval."""
 SHORTEST_PROMPT = 16
 """The last tokens of a prompt of which a run leaves at least so many, if the completion needs the room."""
 WEIGHTS = {"fp32": None, "int8": "int8", "w8a8": "w8a8"}
 BATCHES = (1, 4, 16)
 PLAIN, AGAIN = "plain", "plain, again"
 WARM_UP_TOKENS = 8
+"""New tokens before each run, which do not count."""
 WAVES = 2
 """Requests per seat of a run, where there are several seats."""
 PLAIN_EVERY = 2

@@ -176,7 +176,7 @@ def test_the_prediction_is_the_tokens_of_a_step_over_its_cost() -> None:
 
 
 def test_steps_count_in_which_all_seats_decode(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six requests for two seats: the speed is that of two requests, until the last of them is alone."""
+    """Four requests for two seats: what counts are the steps of two requests, not those of the last one alone."""
     given = {"methods": ["draft_model"], "slices": ["edits"], "weights": ["fp32"], "batches": [2], "drafts": 3}
     seen: list[tuple[list[int], Counted]] = []
     count = Counts.count
