@@ -6,7 +6,8 @@ many requests decode as the batch says: a request that ends makes room for anoth
 from the prefix cache, and steps with the rest of a prompt do not count. Per row:
 
     ratio         speed over plain decoding, the median of the rounds, and their spread                      measured
-    interval      where the true median of the ratio lies with a probability of 95%                          measured
+    interval      where the true median of the ratio lies with a probability of 95% or more, if rounds are
+                  independent                                                                                measured
     best_ratio    the same from the fastest run of each group: other programs only ever make a run longer    measured
     rounds        at least `--rounds`, and more where a run is short (`--seconds`); of plain decoding its runs  counted
     tau           tokens per request and forward of the target                                               measured
@@ -273,7 +274,8 @@ class SliceRun:
         """By system: how often it ran, the warm-up included."""
 
     def rows(self, rounds: int, seconds: int, labels: Mapping[str, Any]) -> list[Row]:
-        """Measure all engines in turn, `rounds` times or so often that plain decoding takes about `seconds`."""
+        """Measure all engines in turn, `rounds` times, or more often, so that one as fast as plain decoding runs for about
+        `seconds`."""
         systems = [
             System(
                 name,
