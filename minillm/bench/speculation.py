@@ -274,7 +274,7 @@ class SliceRun:
         """By system: how often it ran, the warm-up included."""
 
     def rows(self, rounds: int, seconds: int, labels: Mapping[str, Any]) -> list[Row]:
-        """Measure all engines in turn, `rounds` times, or more often: one as fast as plain decoding for about `seconds`."""
+        """Measure all engines in turn, `rounds` times, or more often if plain decoding runs for less than `seconds`."""
         systems = [
             System(
                 name,
