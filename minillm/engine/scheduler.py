@@ -153,7 +153,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request."""
         request.arrival = next(self._arrivals)
-        self._end_plan()
         insort(self.waiting, request, key=self.rank)
 
     def schedule(self) -> list[Scheduled]:
@@ -232,6 +231,7 @@ class Scheduler:
             self.emit(BlocksShared(request.request_id, found.block_ids, found.num_tokens, found.source))
         if not self._reserve_slots(request, found.num_tokens, num_tokens):
             raise BlockPoolError(f"the pool has {self.pool.num_free} free blocks and gave none of {needed}")
+        self._end_plan()
         self.running.append(request)
         self.waiting.remove(request)
         return Scheduled(request, found.num_tokens, num_tokens)
@@ -279,7 +279,7 @@ class Scheduler:
         self._end_plan()
         plan = self.draft_policy.plan(decoding, self._rows_without_drafts())
         self.asked_policy = True
-        if len(decoding) == len(self.running) and not self.waiting:
+        if len(decoding) == len(self.running):
             self._steps_to_plan = plan.num_steps - 1
         if plan.speedups:
             ids = [request.request_id for request in decoding]

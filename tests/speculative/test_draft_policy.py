@@ -399,7 +399,8 @@ def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(tin
             log.append("told")
 
     log, held = list[object](), list[int]()
-    llm = LLM(str(tiny.target), speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    config = {"method": "ngram", "num_speculative_tokens": 2}
+    llm = LLM(str(tiny.target), speculative_config=config, max_num_seqs=2)
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     engine.scheduler.draft_policy = Holding(2)
     [first] = llm.submit(["def add(a, b):"], params)
@@ -408,17 +409,22 @@ def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(tin
         engine.step()
     assert log == [1, "told"] * 3 and held == [9, 9]  # the steps 1, 11 and 21 that decode
     [second] = llm.submit(["for line in"], params)
-    engine.step()  # plans for the first alone, beside the prompt of the second
-    assert log[6:] == [1] and held == [9, 9, 1]
+    engine.step()  # the plan for the first holds, beside the prompt of the second, and ends
+    assert log[6:] == [] and held == [9, 9, 2]
     engine.step()
-    assert log[7:] == [2, "told"]
-    engine.step()
+    assert log[6:] == [2, "told"]
+    llm.submit(["import os"], params)  # there are seats for two
+    for _ in range(10):
+        engine.step()
+    assert log[8:] == [2, "told"] and held == [9, 9, 2, 9]  # and the plan holds while it waits
     engine.abort(second.request_id)
+    engine.step()  # plans for the first alone, beside the prompt of the third
+    assert log[10:] == [1] and held == [9, 9, 2, 9]
     engine.step()
-    assert log[9:] == [1, "told"] and held == [9, 9, 1, 1]
+    assert log[11:] == [2, "told"]
     engine.step()
     engine.abort(first.request_id)
-    assert held == [9, 9, 1, 1, 1] and not engine.scheduler.steps_since_plan  # nothing is left for another policy
+    assert held == [9, 9, 2, 9, 1] and not engine.scheduler.steps_since_plan  # nothing is left for another policy
 
 
 def test_a_step_is_shown_to_the_drafter_if_the_next_may_draft() -> None:
