@@ -363,9 +363,9 @@ class AdaptiveDrafts:
             self.plain_times.add(num_requests, num_context, seconds)
             return
         self.plain_times.drafted()
-        plain = self.plain_times.seconds(num_requests, num_context)
-        if plain is not None and not self._has_first_drafts:
-            self._overhead.add(seconds / plain - 1, self._expected(drafts, num_requests, num_context))
+        ratio = self.plain_times.ratio(num_requests, num_context, seconds)
+        if ratio is not None and not self._has_first_drafts:
+            self._overhead.add(ratio - 1, self._expected(drafts, num_requests, num_context))
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
         """See `DraftPolicy.added_seconds`."""

@@ -28,14 +28,16 @@ class LossLimit:
                =  `LOSS_SHARE` · seconds                                                   each step without
 
     Once `MOST_LOST` steps without drafts are lost, drafting rests for as many steps as it takes to be back at zero. To
-    know what steps without drafts take, some go without now and then. Steps that compute a prompt are not counted.
+    know what steps without drafts take, some go without now and then. Steps with drafts are compared with those that
+    went without shortly before: the speed of a machine changes. Others are believed to take, against what the policy
+    predicts, as long as those that were compared. Steps that compute a prompt are not counted.
     """
 
     policy: DraftPolicy
     plain_times: PlainTimes
     """What steps without drafts take. The policy keeps it."""
-    _drafted: Mean = field(init=False, default_factory=Mean)
-    """Seconds of steps with drafts, over those of steps without."""
+    _exceeded: Mean = field(init=False, default_factory=Mean)
+    """What steps with drafts take, over what the policy predicts."""
     _saved: float = field(init=False, default=0.0)
     """Seconds."""
     _plain: float = field(init=False, default=0.0)
@@ -49,13 +51,13 @@ class LossLimit:
     _compared_left: int = field(init=False, default=0)
     """Steps without drafts that are left of those to be compared."""
     _rest_left: int = field(init=False, default=0)
-    """Steps that are left of a rest, including those to be compared."""
+    """Steps that are left of a rest."""
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. A request that samples with a seed of its own always gets all its drafts."""
         self._accepted = 0
         if self._saved < -MOST_LOST * self._plain and not self._rest_left:
-            self._compared_left, self._rest_left = PLAIN_STEPS, round(-self._saved / self._plain / LOSS_SHARE)
+            self._rest_left = round(-self._saved / self._plain / LOSS_SHARE)
         elif self._drafted_steps >= self._plain_after:
             self._drafted_steps, self._compared_left = 0, PLAIN_STEPS
             self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
@@ -63,8 +65,8 @@ class LossLimit:
             if self._compared_left:
                 self._compared_left -= 1
                 return DraftPlan([0] * len(requests))
-            if self._rest_left:
-                return DraftPlan([0] * len(requests), num_steps=self._rest_left)
+            if self._rest_left:  # the last of them are told one by one: the drafts after them are compared with them
+                return DraftPlan([0] * len(requests), num_steps=max(1, self._rest_left - PLAIN_STEPS))
         return self.policy.plan(requests, num_rows)
 
     def plan_held(self, num_steps: int) -> None:
@@ -94,10 +96,16 @@ class LossLimit:
             return
         self._drafted_steps += 1
         self.plain_times.drafted()
-        if self._plain:
-            self._drafted.add(took := seconds / self._plain)
+        if not self._plain:
+            return
+        predicted = 1 + self.policy.added_seconds(drafts, num_rows, num_context) / self._plain
+        exceeded, ratio = self._exceeded.value, self.plain_times.ratio(num_requests, num_context, seconds)
+        if ratio is not None:
+            self._exceeded.add(ratio / predicted)
+            exceeded = within(ratio / predicted, self._exceeded.value)
+        if self._exceeded.count:
             gained = 1 + self._accepted / num_requests
-            self._add_saved((gained - within(took, self._drafted.value)) * self._plain)
+            self._add_saved((gained - exceeded * predicted) * self._plain)
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
         """See `DraftPolicy.added_seconds`."""

@@ -7,6 +7,7 @@ work as one with as many rows.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -17,6 +18,11 @@ LARGEST_CHANGE = 2.0
 PLAIN_STEPS_KEPT = 16
 """Steps without drafts are judged by the median of so many of the latest. Few, because the speed of a machine changes;
 the median, because some were interrupted or tried fewer threads."""
+FRESH_STEPS = 100
+"""What steps without drafts take is known for as long as so many of them take. Later the machine may have another
+speed: steps with drafts are not compared with them, and of the earlier ones few are kept."""
+STALE_STEPS_KEPT = 2
+"""Of those measured longer ago, so many are kept when one is measured again: it may have been interrupted."""
 DRAFTED_WEIGHT = 0.02
 """What the latest step with drafts weighs at least in means over them."""
 SETTLING_STEPS = 2
@@ -52,12 +58,33 @@ class Mean:
 
 
 @dataclass
+class Factors:
+    """Of the latest steps without drafts of so many requests: seconds over those that the costs say."""
+
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=PLAIN_STEPS_KEPT))
+    fresh_until: float = 0.0
+    """As `time.perf_counter` counts."""
+
+    @property
+    def are_fresh(self) -> bool:
+        """Whether the latest is from not long ago."""
+        return time.perf_counter() <= self.fresh_until
+
+    def add(self, factor: float, seconds: float) -> None:
+        """Count a step of so many `seconds`."""
+        while len(self.latest) > STALE_STEPS_KEPT and not self.are_fresh:
+            self.latest.popleft()
+        self.latest.append(factor)
+        self.fresh_until = time.perf_counter() + FRESH_STEPS * seconds
+
+
+@dataclass
 class PlainTimes:
     """What steps without drafts take: what `costs` say, times how much longer the latest of them took."""
 
     costs: StepCosts
-    _factors: dict[int, deque[float]] = field(init=False, default_factory=dict)
-    """By number of requests, of the latest steps: seconds over those that `costs` say."""
+    _factors: dict[int, Factors] = field(init=False, default_factory=dict)
+    """By number of requests."""
     _settling: int = field(init=False, default=SETTLING_STEPS)
     """Steps without drafts that are not counted any more before those that are."""
 
@@ -66,8 +93,8 @@ class PlainTimes:
         if self._settling:
             self._settling -= 1
             return
-        factors = self._factors.setdefault(num_requests, deque(maxlen=PLAIN_STEPS_KEPT))
-        factors.append(seconds / self.costs.target(num_requests, num_context))
+        factors = self._factors.setdefault(num_requests, Factors())
+        factors.add(seconds / self.costs.target(num_requests, num_context), seconds)
 
     def drafted(self) -> None:
         """Called after each step with drafts."""
@@ -77,8 +104,15 @@ class PlainTimes:
         """What a step without drafts should take; None before any was counted."""
         if not self._factors:
             return None
-        nearest = min(self._factors, key=lambda known: abs(known - num_requests))
-        return statistics.median(self._factors[nearest]) * self.costs.target(num_requests, num_context)
+        return statistics.median(self._nearest(num_requests).latest) * self.costs.target(num_requests, num_context)
+
+    def ratio(self, num_requests: int, num_context: int, seconds: float) -> float | None:
+        """A step of so many `seconds` that has just ended, over one without drafts; None if none was counted lately."""
+        plain = self.seconds(num_requests, num_context)
+        return seconds / plain if plain and self._nearest(num_requests).are_fresh else None
+
+    def _nearest(self, num_requests: int) -> Factors:
+        return self._factors[min(self._factors, key=lambda known: abs(known - num_requests))]
 
 
 @dataclass

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 
 import pytest
 
 from minillm.request import Request
 from minillm.sampling import SamplingParams
+from minillm.speculative import step_times
 from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan, FixedDrafts
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts
@@ -107,8 +108,8 @@ def test_two_methods_that_lose_together_fall_silent(lengths: tuple[int, int]) ->
         limits = policy.plan(requests, 2).num_drafts
         made = drafter.propose(requests, limits)
         drafts = {r: len(d.token_ids) for r, d in zip(requests, made, strict=True) if d.token_ids}
-        for request, count in drafts.items():
-            policy.judged(request, count, count, count)
+        for request, num_drafts in drafts.items():
+            policy.judged(request, num_drafts, num_drafts, num_drafts)
         policy.step_finished(drafts, 2 + sum(drafts.values()), 6, 1.0 + 1.2 * sum(drafts.values()))
         counts.append(sum(drafts.values()))
     assert counts[0] == 4 and counts[100:].count(0) > 240
@@ -174,6 +175,48 @@ def test_a_single_interruption_does_not_end_drafting_that_gains() -> None:
     run = Run(limited(), lambda: next(times))
     run.steps(1000, lambda: 2, 2.5)
     assert run.drafts[40] and sum(map(bool, run.drafts)) > 930
+
+
+@dataclass
+class Machine:
+    """Whose clock stands still between steps."""
+
+    speeds: Sequence[float] = (1.0,)
+    """What a step takes: one of these, another whenever requests come, every 40 steps and a while after the others."""
+    now: float = 0.0
+    speed: float = 1.0
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    steps: Iterator[int] = field(default_factory=count)
+
+    def noise(self) -> float:
+        """For a `Run`."""
+        if next(self.steps) % 40 == 0:
+            self.now, self.speed = self.now + 1000.0, self.draw.choice(self.speeds)
+        self.now += self.speed
+        return self.speed
+
+
+@pytest.mark.parametrize(("seconds", "least", "most"), [(2.5, 7000, 8000), (3.4, 20, 400)])
+def test_the_machine_has_another_speed_whenever_requests_come(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, least: int, most: int
+) -> None:
+    """A gain of 3 in 2.5 is kept, a loss of 3 in 3.4 is limited. Against steps without drafts from when the machine was
+    slower it would look like one of 3 in 2."""
+    machine = Machine((1.0, 1.7))
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: machine.now)
+    run = Run(limited(), machine.noise)
+    run.steps(8000, lambda: 2, seconds)
+    assert least < sum(map(bool, run.drafts)) < most
+
+
+def test_drafts_that_cost_less_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what drafts cost right behind a rest can show it."""
+    machine = Machine()
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: machine.now)
+    run = Run(limited(), machine.noise)
+    run.steps(4000, lambda: 2, 4.5)
+    run.steps(1000, lambda: 2, 2.0)
+    assert sum(map(bool, run.drafts[-400:])) > 350
 
 
 def test_unequal_times_and_gains() -> None:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from minillm.speculative import step_times
 from minillm.speculative.step_costs import StepCosts
-from minillm.speculative.step_times import SETTLING_STEPS, DraftingOverhead, PlainTimes
+from minillm.speculative.step_times import (
+    FRESH_STEPS,
+    SETTLING_STEPS,
+    STALE_STEPS_KEPT,
+    DraftingOverhead,
+    PlainTimes,
+)
 
 COSTS = StepCosts({1: 1.0, 64: 64.0}, context_token=0.1)
 
@@ -56,6 +63,22 @@ def test_a_slow_one_among_the_first_steps_without_drafts_changes_nothing() -> No
     for seconds in (*[9.0] * SETTLING_STEPS, 1.0, 2.0, 1.0, 1.0):
         told(times, 1, 0, seconds, 1)
     assert times.seconds(1, 0) == 1.0
+
+
+def test_what_was_measured_long_ago_is_believed_only_until_the_next_measurements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: now)
+    times = PlainTimes(COSTS)
+    assert times.ratio(1, 0, 6.0) is None
+    told(times, 1, 0, 2.0)
+    now = 2.0 * FRESH_STEPS
+    assert times.ratio(1, 0, 6.0) == pytest.approx(3.0)
+    now += 1.0
+    assert times.ratio(1, 0, 6.0) is None and times.seconds(1, 0) == pytest.approx(2.0)
+    told(times, 1, 0, 1.0, STALE_STEPS_KEPT + 1)  # the machine has become faster
+    assert times.ratio(1, 0, 6.0) == pytest.approx(6.0)
 
 
 def test_what_drafts_add_is_learned() -> None:
