@@ -15,9 +15,9 @@ FIRST_PLAIN, PLAIN_EVERY = 8, 256
 """Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 256."""
 LOSS_SHARE = 0.01
 """What drafting may lose in the long run, as a share of the time of the steps without drafts."""
-MOST_LOST, MOST_SAVED = 4, 32
-"""Steps without drafts that drafting may cost before it rests, and those that it may have saved at most before the text
-changes: they, too, may then be lost."""
+MOST_LOST, MOST_SAVED, SAVED_BY_OTHERS = 4, 32, 8
+"""Steps without drafts that drafting may cost before it rests; those that it may have saved at most before the text
+changes: they, too, may then be lost; and those of them that a new request may lose, whose text is another."""
 
 
 @dataclass
@@ -38,6 +38,8 @@ class LossLimit:
     """What steps without drafts take. The policy keeps it."""
     _exceeded: Mean = field(init=False, default_factory=Mean)
     """What steps with drafts take, over what the policy predicts."""
+    _requests: Sequence[Request] = field(init=False, default=())
+    """Those of the latest plan."""
     _saved: float = field(init=False, default=0.0)
     """Seconds."""
     _plain: float = field(init=False, default=0.0)
@@ -56,6 +58,9 @@ class LossLimit:
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. A request that samples with a seed of its own always gets all its drafts."""
         self._accepted = 0
+        if not set(requests) <= set(self._requests):
+            self._saved = min(self._saved, SAVED_BY_OTHERS * self._plain)
+        self._requests = list(requests)
         if self._saved < -MOST_LOST * self._plain and not self._rest_left:
             self._rest_left = round(-self._saved / self._plain / LOSS_SHARE)
         elif self._drafted_steps >= self._plain_after:

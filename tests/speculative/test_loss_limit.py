@@ -22,6 +22,7 @@ from minillm.speculative.loss_limit import (
     MOST_SAVED,
     PLAIN_EVERY,
     PLAIN_STEPS,
+    SAVED_BY_OTHERS,
     LossLimit,
 )
 from minillm.speculative.step_costs import StepCosts
@@ -126,10 +127,15 @@ class Run:
     seconds: float = 0.0
     tokens: int = 0
     """Of one request."""
+    requests: list[Request] = field(default_factory=list)
+    """Of the latest step."""
 
     def steps(self, num_steps: int, accepted: Callable[[], int], seconds: float, num_requests: int = 1) -> None:
         """`accepted`: of the drafts of a request; `seconds`: of a step with drafts, per request."""
-        requests, held, plan = [a_request(str(i)) for i in range(num_requests)], 0, DraftPlan([])
+        held, plan = 0, DraftPlan([])
+        if len(self.requests) != num_requests:
+            self.requests = [a_request(str(i)) for i in range(num_requests)]
+        requests = self.requests
         for _ in range(num_steps):
             count, took = 0, num_requests * self.noise()
             if held:
@@ -236,6 +242,15 @@ def test_what_was_gained_before_is_not_lost_when_the_text_changes() -> None:
     before = run.seconds - run.tokens
     run.steps(1000, lambda: 0, 2.0)
     assert run.seconds - run.tokens < before + MOST_SAVED + MOST_LOST + 1 + LOSS_SHARE * 1000
+
+
+def test_a_new_request_may_lose_less_of_it() -> None:
+    run = Run(limited())
+    run.steps(4000, lambda: 4, 2.0)
+    before = run.seconds - run.tokens
+    run.requests = []
+    run.steps(1000, lambda: 0, 2.0)
+    assert run.seconds - run.tokens < before + SAVED_BY_OTHERS + MOST_LOST + 1 + LOSS_SHARE * 1000
 
 
 def test_a_gain_that_comes_later_is_found() -> None:
