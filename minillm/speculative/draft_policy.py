@@ -295,8 +295,8 @@ class AdaptiveDrafts:
                 counts[draft.request] += 1
         else:
             goes_on = self._latest_try_paid(requests, num_rows)
-            if goes_on or self._idle_steps >= self._pause:
-                index = drafts[0].request
+            index = next((d.request for d in drafts if not requests[d.request].samples_with_own_seed), None)
+            if index is not None and (goes_on or self._idle_steps >= self._pause):
                 counts[index] = self._try(requests[index], requests, num_rows, goes_on)
         return DraftPlan(counts, survival, speedups)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
@@ -27,7 +27,8 @@ class LossLimit:
         saved  =  tokens per request · seconds of a step without drafts - seconds          each step with drafts
                =  `LOSS_SHARE` · seconds                                                   each step without
 
-    Once `MOST_LOST` steps without drafts are lost, drafting rests for as many steps as it takes to be back at zero. To
+    Once `MOST_LOST` steps without drafts are lost, drafting rests until `saved` is back at zero. Steps with a request
+    that samples with a seed of its own are not booked: it always gets all its drafts. To
     know what steps without drafts take, some go without now and then. Steps with drafts are compared with those that
     went without shortly before: the speed of a machine changes. Others are believed to take, against what the policy
     predicts, as long as those that were compared. Steps that compute a prompt are not counted.
@@ -43,7 +44,7 @@ class LossLimit:
     _saved: float = field(init=False, default=0.0)
     """Seconds."""
     _plain: float = field(init=False, default=0.0)
-    """Seconds of a step like the latest, without drafts; 0 before that was measured."""
+    """Seconds of a step with the same requests, without drafts; 0 before that was measured."""
     _accepted: int = field(init=False, default=0)
     """Drafts accepted in this step."""
     _drafted_steps: int = field(init=False, default=0)
@@ -52,36 +53,34 @@ class LossLimit:
     """Steps with drafts before the next steps without."""
     _compared_left: int = field(init=False, default=0)
     """Steps without drafts that are left of those to be compared."""
-    _rest_left: int = field(init=False, default=0)
-    """Steps that are left of a rest."""
+    _rests: bool = field(init=False, default=False)
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. A request that samples with a seed of its own always gets all its drafts."""
         self._accepted = 0
+        self._plain = self.plain_times.seconds(len(requests), sum(r.num_tokens for r in requests)) or 0.0
         if not set(requests) <= set(self._requests):
             self._saved = min(self._saved, SAVED_BY_OTHERS * self._plain)
         self._requests = list(requests)
-        if self._saved < -MOST_LOST * self._plain and not self._rest_left:
-            self._rest_left = round(-self._saved / self._plain / LOSS_SHARE)
-        elif self._drafted_steps >= self._plain_after:
+        if self._rests or self._saved < -MOST_LOST * self._plain:
+            self._rests = self._saved < 0
+        if not self._rests and self._drafted_steps >= self._plain_after:
             self._drafted_steps, self._compared_left = 0, PLAIN_STEPS
             self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
-        if not any(request.samples_with_own_seed for request in requests):
-            if self._compared_left:
-                self._compared_left -= 1
-                return DraftPlan([0] * len(requests))
-            if self._rest_left:  # the last of them are told one by one: the drafts after them are compared with them
-                return DraftPlan([0] * len(requests), num_steps=max(1, self._rest_left - PLAIN_STEPS))
-        return self.policy.plan(requests, num_rows)
+        seeded = [request.samples_with_own_seed for request in requests]
+        if not self._rests and (any(seeded) or not self._compared_left):
+            return self.policy.plan(requests, num_rows)
+        if any(seeded):
+            plan = self.policy.plan(requests, num_rows)
+            return replace(plan, num_drafts=[n * own for n, own in zip(plan.num_drafts, seeded, strict=True)])
+        # The last steps of a rest are told one by one: the drafts behind them are compared with them.
+        left = 0 if self._compared_left else round(-self._saved / self._plain / LOSS_SHARE)
+        return DraftPlan([0] * len(requests), num_steps=max(1, left - PLAIN_STEPS))
 
     def plan_held(self, num_steps: int) -> None:
         """See `DraftPolicy.plan_held`."""
-        self._went_without(num_steps)
-        self.policy.plan_held(0 if self._rest_left else num_steps)
-
-    def _went_without(self, num_steps: int) -> None:
         self._add_saved(LOSS_SHARE * self._plain * num_steps)
-        self._rest_left = max(0, self._rest_left - num_steps)
+        self.policy.plan_held(0 if self._rests else num_steps)
 
     def _add_saved(self, saved: float) -> None:
         self._saved = min(self._saved + saved, MOST_SAVED * self._plain)
@@ -97,11 +96,12 @@ class LossLimit:
         num_requests = num_rows - sum(drafts.values())
         self._plain = self.plain_times.seconds(num_requests, num_context) or 0.0
         if not drafts:
-            self._went_without(1)
+            self._add_saved(LOSS_SHARE * self._plain)
+            self._compared_left = max(0, self._compared_left - 1)
             return
         self._drafted_steps += 1
         self.plain_times.drafted()
-        if not self._plain:
+        if not self._plain or any(request.samples_with_own_seed for request in self._requests):
             return
         predicted = 1 + self.policy.added_seconds(drafts, num_rows, num_context) / self._plain
         exceeded, ratio = self._exceeded.value, self.plain_times.ratio(num_requests, num_context, seconds)
@@ -118,6 +118,6 @@ class LossLimit:
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
-        if self._rest_left and not any(request.samples_with_own_seed for request in requests):
+        if self._rests and not any(request.samples_with_own_seed for request in requests):
             return False
         return self.policy.may_draft_next(requests)

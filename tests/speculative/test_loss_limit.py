@@ -76,6 +76,32 @@ def test_a_request_with_a_seed_of_its_own_always_gets_its_drafts() -> None:
     assert policy.plan([a_request()], 1).num_drafts == [0]
 
 
+def test_what_its_drafts_cost_is_not_booked() -> None:
+    """Nobody else rests for it."""
+    policy, seeded, others = limited(), a_request("seeded", temperature=1.0, seed=3), [a_request("one")]
+    run = Run(policy)
+    run.steps(20, lambda: 4, 2.0)  # so that it is known what steps without drafts take
+    for _ in range(1000):
+        assert policy.plan([seeded], 1).num_drafts == [4]
+        policy.step_finished({seeded: 4}, 5, 3, 9.0)
+    run.steps(100, lambda: 4, 2.0)
+    assert sum(map(bool, run.drafts[-100:])) > 80
+    run.steps(200, lambda: 0, 2.0)
+    assert policy._rests and policy.plan([*others, seeded], 2).num_drafts == [0, 4]
+
+
+def test_a_rest_ends_once_the_loss_is_paid_back() -> None:
+    """Sixteen requests lose what is much for one, and are back before it is paid by one."""
+    policy = limited(costs=StepCosts({1: 1.0, 16: 8.0, 256: 128.0}))
+    run = Run(policy, lambda: 0.5)
+    while not policy._rests:
+        run.steps(1, lambda: 0, 2.0, num_requests=16)
+    run.steps(10, lambda: 0, 1.0, num_requests=1)
+    run.drafts.clear()
+    run.steps(1500, lambda: 4, 1.5, num_requests=16)
+    assert policy._rests is False and sum(map(bool, run.drafts)) > 800
+
+
 def test_steps_for_which_nothing_was_planned_do_not_put_off_those_to_be_compared() -> None:
     """Two requests draft in eight steps of ten and take four times as long as one, not twice: what they take without
     drafts is known from the steps in which they had to go without, and no others."""
@@ -299,13 +325,13 @@ def test_the_first_steps_behind_drafts_are_not_what_steps_without_take() -> None
         without = 0 if count else without + 1
         took = 1.2 if count else 1.9 if without < 3 else 1.0
         policy.step_finished({request: 4} if count else {}, 1 + count, 3, took)
-    assert policy._plain == pytest.approx(1.0) and policy._rest_left
+    assert policy._plain == pytest.approx(1.0) and policy._rests
 
 
 def test_while_drafting_rests_the_drafter_is_shown_nothing() -> None:
     policy, request = limited(), a_request()
     run = Run(policy)
-    while not policy._rest_left:
+    while not policy._rests:
         run.steps(1, lambda: 0, 3.0)
     assert not policy.may_draft_next([request])
     assert policy.may_draft_next([a_request("seeded", temperature=1.0, seed=3)])
