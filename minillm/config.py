@@ -1,4 +1,5 @@
-"""The options of an engine, checked before anything is loaded. Names and defaults follow vLLM."""
+"""The options of an engine, checked before anything is loaded. Names follow vLLM, and so do defaults that do not
+depend on the size of the machine."""
 
 from __future__ import annotations
 
@@ -76,6 +77,12 @@ class EngineArgs:
         for name in ("kv_cache_config", "speculative_config", "ops"):
             if not isinstance(getattr(self, name), Mapping | None):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a dict or None")
+        for name in ("scheduler_cls", "block_pool_cls"):
+            if not isinstance(getattr(self, name), type | None):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a class or None")
+        for name, function in (self.ops or {}).items():
+            if not callable(function):
+                raise ConfigError(f"ops[{name!r}]={function!r} must be a function")
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             at_least(name, getattr(self, name), 1)
         at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)

@@ -276,16 +276,21 @@ class LLMEngine:
             )
 
     def queue(self, groups: Sequence[Sequence[Request]]) -> None:
-        """Queue prepared requests in order. Queues none of them if one is larger than the block pool, or if an id is in
-        use."""
+        """Queue prepared requests in order. Queues none of them if one is larger than the block pool, if an id is in
+        use, or if it is interrupted."""
         with self.engine.lock:
             for request in chain.from_iterable(groups):
                 self.engine.check_fits(request)
             for group in groups:
                 if self.metrics.is_running(name := prompt_id_of(group[0].request_id)):
                     raise MinillmError(f"request id {name!r} is in use; choose another")
-            for request in chain.from_iterable(groups):
-                self.engine.add_request(request)
+            try:
+                for request in chain.from_iterable(groups):
+                    self.engine.add_request(request)
+            except BaseException:
+                for group in groups:
+                    self.discard(group)
+                raise
 
     def discard(self, group: Sequence[Request]) -> None:
         """Abort those of these requests that are unfinished, and discard their metrics."""
@@ -328,8 +333,12 @@ class LLMEngine:
                 raise PromptError(f"cache_salt must be text, not {type(salt).__name__}")
         if token_ids is None:
             if not isinstance(text, str):
-                raise PromptError(f"a prompt must be text or token ids, not {type(text).__name__}")
+                raise PromptError(
+                    f"a prompt must be text, or {{'prompt_token_ids': [...]}} for token ids, not {type(text).__name__}"
+                )
             token_ids = tokenizer.encode(text)
+        elif not isinstance(text, str | None) and isinstance(prompt, Mapping):
+            raise PromptError(f"prompt={text!r} must be text")
         if not isinstance(token_ids, Iterable):
             raise PromptError(f"prompt_token_ids={token_ids!r} must be a sequence of token ids")
         token_ids = list(token_ids)

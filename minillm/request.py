@@ -164,8 +164,10 @@ class Request:
 def request_seed(seed: int | None, engine_seed: int, number: int, index: int) -> int:
     """The seed of completion `index`, from the user's seed if there is one, else from the engine's and `number`.
 
-    `number`: the number of the prompt. Seeds need only differ: `sampling.uniform` hashes them. The engine's bases
-    are above 2^62, where users rarely choose a seed; the factor keeps the completions of two bases apart.
+    `number`: the number of the prompt. Seeds need only differ in their lower 64 bits: `sampling.uniform` hashes them.
+    The engine's bases are above 2^62, where users rarely choose a seed; the factors keep the completions of two bases
+    and the prompts of two engines apart.
     """
-    base = seed if seed is not None else (engine_seed << 40) + (number << 8) + (1 << 62)
+    high, low = divmod(engine_seed, 1 << 24)
+    base = seed if seed is not None else high * 0x9E3779B97F4A7C15 + (low << 40) + (number << 8) + (1 << 62)
     return base * 1_000_003 + index

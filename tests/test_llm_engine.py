@@ -25,7 +25,7 @@ from minillm.llm_engine import LLMEngine
 from minillm.ops.paged_attention import paged_attention
 from minillm.outputs import tokens_per_forward
 from minillm.request import Request
-from minillm.trace import BlocksShared, RequestFinished, RequestPreempted, StepRan, TokensCommitted
+from minillm.trace import BlocksShared, RequestAdded, RequestFinished, RequestPreempted, StepRan, TokensCommitted
 from minillm.trace.acceptance_state import AcceptanceState
 from tests.conftest import TinyPair
 
@@ -313,6 +313,17 @@ def test_an_interrupt_while_completions_are_queued_queues_none(tiny: TinyPair, p
     llm.engine.scheduler.add = add
     llm.add_request("a", PROMPTS[0], GREEDY)
     assert [drain(llm)["a"].outputs[0].token_ids] == expected(tiny)[0]
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_an_interrupt_while_prompts_are_submitted_queues_none(tiny: TinyPair, place: int) -> None:
+    """Nobody would have a handle of those that were queued."""
+    llm = LLM(str(tiny.target), block_size=4)
+    llm.engine.listeners.insert(0, Stop(RequestAdded, place))
+    with pytest.raises(KeyboardInterrupt):
+        llm.submit(PROMPTS, GREEDY)
+    settled(llm.llm_engine)
+    assert [[o.outputs[0].token_ids] for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected(tiny)
 
 
 def test_generate_chooses_ids_that_no_request_of_ones_own_has(tiny: TinyPair) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minillm.cache.compressed_prompt import check_share
 from minillm.cache.paged_latent import PagedLatentKVCache
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.calibration import CalibrationTexts
@@ -137,7 +138,6 @@ def _widths(name: str, share: Share, config: ModelConfig) -> list[int]:
             "all layers, or one for each"
         )
     for value in shares:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-            raise ConfigError(f"kv_cache_config: {name}={value!r} must be a number above 0 and at most 1")
+        check_share(name, value)
     most = min(config.kv_size, config.hidden_size)  # the rank of the projection
     return [max(1, min(most, round(value * config.kv_size))) for value in shares]

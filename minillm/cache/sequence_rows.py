@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from minillm.batch import Batch
-from minillm.errors import ConfigError
+from minillm.config import at_least
 
 PADDED_DEVICES = ("cuda",)
 """Device types on which one padded attention call is faster than one call per request."""
@@ -160,5 +160,4 @@ def packed_attention(
 
 def check_at_least(name: str, value: Any, limit: int) -> None:
     """Raise `ConfigError` unless the layout option `name` is an integer of at least `limit`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < limit:
-        raise ConfigError(f"kv_cache_config: {name}={value!r} must be an integer of at least {limit}")
+    at_least(f"kv_cache_config: {name}", value, limit)

@@ -84,7 +84,8 @@ class Placement:
 
 
 def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfig | None) -> Assembly:
-    """Load the models and build the engine. All options are checked before anything is loaded or allocated."""
+    """Load the models and build the engine. Options are checked before anything is loaded or allocated, unless that
+    needs a model or its cache."""
     device = choose_device(args.device)
     layout = find_layout(cache)
     _check_speculation(layout, cache, speculative)
@@ -437,8 +438,9 @@ def _num_blocks(args: EngineArgs, bytes_per_block: int, max_model_len: int, devi
     most = args.max_num_seqs * -(-max_model_len // args.block_size)
     num_blocks = min(most, budget // bytes_per_block)
     if num_blocks < 1:
+        smaller = "max_model_len" if args.block_size == max_model_len else "block_size"
         raise ConfigError(
             f"a cache of {max(budget, 0)} bytes holds no block of {bytes_per_block} bytes; raise kv_cache_memory_bytes "
-            "or lower block_size"
+            f"or lower {smaller}"
         )
     return num_blocks

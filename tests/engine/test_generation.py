@@ -151,6 +151,15 @@ def test_unseeded_requests_differ_but_a_new_engine_repeats_them(tiny: TinyPair) 
     assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
 
 
+def test_engines_of_different_seeds_sample_differently(tiny: TinyPair) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    texts = [
+        LLM(str(tiny.target), seed=seed).generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].token_ids
+        for seed in (0, 1, 1 << 24, 1 << 48, 1 << 64, -1, (1 << 24) - 1)
+    ]
+    assert len(set(map(tuple, texts))) == len(texts)
+
+
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     from transformers import AutoModelForCausalLM
 
