@@ -117,10 +117,10 @@ def headline_words() -> str:
     text = (
         "With the bundled model in float32 all systems gave the same tokens; with other weights or dtypes greedy "
         "outputs differ between systems. The speed-up by speculation is below the tokens per forward, "
-        "because drafts cost time and verifying costs more than decoding. With four drafts of the model in every round "
-        f"the tokens per forward and the speed-up are {drafted}. With 8-bit weights a step is shorter, so saving one "
-        "gains less. These lines have fixed numbers; by default the engine drafts as many as it predicts to pay "
-        "(lesson 11). `suffix` drafts need repetitive text. With AMX, minillm in bf16 prefills "
+        "because drafts cost time and verifying costs more than decoding. With four drafts of the draft model (W8A8) "
+        f"in every round the tokens per forward and the speed-up are {drafted}. With 8-bit weights a step is shorter, "
+        "so saving one gains less. These lines have fixed numbers; by default the engine drafts as many as it predicts "
+        "to pay (lesson 11). `suffix` drafts need repetitive text. With AMX, minillm in bf16 prefills "
         f"{amx[512]:.2f}× as fast as transformers in bf16 at 512 tokens, {amx[1000]:.2f}× at 1,000 and "
         f"{amx[4000]:.2f}× at 4,000.{earlier}"
     )

@@ -10,6 +10,8 @@ LATEST, FIRST = "gpu", "gpu_first"
 """The latest run, and the first one, from which the stages come that the latest left out."""
 RATES = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "bytes": (2**20, "MiB")}
 """Units that are printed in larger ones."""
+SETTINGS = ("model", "context", "half", "target, draft")
+"""The notes of a stage that say what it was run with."""
 WORDS = {
     "half decode, MBU": "decoding with weights in 16 bits, share of a copy's bandwidth",
     "int8 over half": "speed of decoding with INT8 weights, against 16 bits",
@@ -33,7 +35,7 @@ def gpu_tables() -> str:
 
 def _section(stage: Result) -> str:
     title = f"{stage['what'][0].upper()}{stage['what'][1:]}"
-    lines = [f"## {title}", "", *table_head(["metric", "value", "spread", "target", "bound"])]
+    lines = [f"## {title}", "", *_settings(stage), *table_head(["metric", "value", "spread", "target", "bound"])]
     lines += [_line(metric) for metric in stage["metrics"]]
     lines += [f"| {name} | {_shortened(note)} | | | |" for name, note in _failures(stage).items()]
     if stage["rows"]:
@@ -105,6 +107,14 @@ def _line(metric: Result) -> str:
 def _digits(value: float, count: int) -> str:
     """`value` with `count` digits, or all of its whole digits where there are more."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (count - 1) else f"{value:.{count}g}"
+
+
+def _settings(stage: Result) -> list[str]:
+    """What the stage was run with, where its metrics do not say it."""
+    notes = stage["notes"]
+    found = {name: notes[name] for name in SETTINGS if name in notes}
+    words = (f"{name}: {value if isinstance(value, str | int) else ', '.join(value)}" for name, value in found.items())
+    return [f"{'; '.join(words)}.", ""] if found else []
 
 
 def _ops(rows: list[Result]) -> list[str]:

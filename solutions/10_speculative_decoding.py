@@ -467,8 +467,8 @@ claim("After “def” the mistake is seen in 600 short texts.", wrong.p_value <
 
 # %% [markdown]
 # The mistake changes the probability of a token by min(p, q) − α·p. Where the draft model's q is close to p, this is
-# close to 0, and it takes more texts to see the mistake. So the same wrong rule may fail after one prompt and pass
-# after another, and a passed test says only that no error is *large* enough to show in so many texts. The proof and the
+# close to 0, and it takes more texts to see the mistake: after another prompt, or with a better draft model, 600 may be
+# too few. A passed test says only that no error is *large* enough to show in so many texts. The proof and the
 # enumeration have no such limit.
 #
 # **The caches.** The engine keeps no list of rows, only how many are valid: two counters per request. After every round they
@@ -887,8 +887,9 @@ print(f"tokens per round for 1, 2, 4, 8 drafts: {', '.join(f'{tau:.2f}' for tau 
 # 2. A round commits the accepted drafts and one token of the target, recovered or bonus: 1 to γ + 1 tokens.
 # 3. The proof needs drafts that were drawn from the q that is reported, and rows of the right text: roll both caches back,
 #    and remember the draft that the draft model never read.
-# 4. The rule is the easy part. Enumeration tests the rule, χ² the whole, temperature 0 the argmax, drafting
-#    with the target itself tests the caches. Each finds mistakes that the others miss.
+# 4. The rule is the easy part. Enumeration tests the rule, χ² the whole, temperature 0 the argmax. Drafting with the
+#    target itself finds lost drafts and rows missing from the draft's cache, but no missing rollback, because nothing is
+#    rejected. Each finds mistakes that the others miss.
 # 5. Exact is not fast. Accepting with p(x) and recovering from p without x, no bonus, a hole in the draft's cache: all
 #    exact, and all commit fewer tokens per round.
 #

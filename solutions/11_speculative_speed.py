@@ -182,8 +182,8 @@ claim(
 #
 # ### Exercise 2: the best number of drafts
 #
-# More drafts give more tokens, but each costs c to draft, and makes the forward longer. Lesson 15 chooses γ with one
-# acceptance for all positions. Here each position has its own.
+# More drafts give more tokens, but each costs c to draft, and makes the forward longer. Each position has an acceptance
+# of its own.
 
 
 # %%
@@ -518,16 +518,16 @@ def distil_loss(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torc
 check("l11.distil_loss")
 
 # %% [markdown]
-# A minimal example of a draft too small for its target: the target's distribution has two humps, the draft's only
-# one, with a centre and a width to learn.
+# A minimal example of a draft too small for its target: the target's distribution has two modes (peaks), the
+# draft's only one, with a centre and a width to learn.
 
-# %% tags=["expected"] alt="Three curves over forty tokens: the target with two humps; the draft trained by KL, one wide hump across both; the draft trained on acceptance, a narrow hump on the larger one."
+# %% tags=["expected"] alt="Three curves over forty tokens: the target with two modes; the draft trained by KL, one wide mode across both; the draft trained on acceptance, a narrow mode on the larger one."
 from torch.nn import functional as F
 
 my_loss = use("l11.distil_loss")
 tokens = torch.arange(40.0, dtype=torch.float64)
-humps = 0.75 * torch.exp(-((tokens - 10) ** 2) / 8) + 0.25 * torch.exp(-((tokens - 28) ** 2) / 8)
-target = (humps / humps.sum()).log()[None]
+modes = 0.75 * torch.exp(-((tokens - 10) ** 2) / 8) + 0.25 * torch.exp(-((tokens - 28) ** 2) / 8)
+target = (modes / modes.sum()).log()[None]
 
 
 def fit(loss) -> tuple[torch.Tensor, float]:
@@ -552,7 +552,7 @@ print(f"with c = 0.1 and free verification: {speeds[0]:.2f}× and {speeds[1]:.2f
 claim("Training on acceptance raises acceptance.", alpha_lk > alpha_kl + 0.1)
 ids = list(range(40))
 LineChart(
-    "One target, and two drafts of one hump",
+    "A target with two modes, and two drafts with one",
     Axis("token"),
     Axis("probability"),
     [
@@ -560,13 +560,13 @@ LineChart(
         Series("draft, trained by KL", ids, by_kl.tolist()),
         Series("draft, trained on acceptance", ids, by_acceptance.tolist()),
     ],
-    "The draft trained by KL covers both humps; the one trained on acceptance covers the larger one.",
+    "The draft trained by KL covers both modes; the one trained on acceptance covers the larger one.",
 )
 
 # %% [markdown]
-# KL punishes a draft most where the target's probability is high and its own is near 0. So the draft spreads over both
-# humps, and much of it lies where the target has almost nothing. The acceptance loss gives up the smaller hump. (It
-# takes the logarithm because far from the target the gradient of Σ min(p, q) itself is weak; where that sum is the
+# KL(p‖q) punishes a draft most where the target's probability is high and its own is near 0. So the draft spreads over
+# both modes (KL is *mode-covering*), and much of it lies where the target has almost nothing. The acceptance loss gives up
+# the smaller mode. (It takes the logarithm because far from the target the gradient of Σ min(p, q) itself is weak; where that sum is the
 # loss, KL comes first or is mixed in. The bundled draft was trained on KL + the rejection rate + a little
 # cross-entropy: `minillm/training/distill.py`.)
 #
@@ -652,7 +652,7 @@ for name, (c, row) in MACHINES.items():
     )
 per_step = [sum(sum(plan.num_drafts) for plan in run.trace.of(DraftsPlanned)) for run in decided.values()]
 claim(
-    "The more a row costs, the fewer drafts.",
+    "The more a draft and a row cost, the fewer drafts.",
     per_step == sorted(per_step, reverse=True) and per_step[0] > 0,
     of_model=True,
 )
@@ -777,7 +777,8 @@ claim(
 # its own steps, those with drafts and those without just before or after them, and corrects by that what the prices say
 # drafts add. (An engine with adaptive drafting times the prices itself when it starts. To have steps to compare, it
 # makes six steps without drafts now and then: first after 8 steps with drafts, then after 16, and so on, doubling up to
-# 512. The runs above were given the prices, and have no such turns.)
+# 256. And once drafts have cost four plain steps more than they saved, it drafts nothing until that is paid back. The
+# runs above were given the prices, and have no such turns.)
 #
 # ### The literature's claims
 #
@@ -844,7 +845,7 @@ claim("Prices of another machine cost most.", min(speeds, key=speeds.get) == "pr
 # | vLLM | `ngram`, `suffix`, `draft_model`, `medusa`, `eagle`, `eagle3`, `mtp` and others | `num_speculative_tokens`, by batch size if wanted; adaptive verification ranks drafts by survival, with profiled step costs |
 # | EAGLE 1 to 3 | one layer on the target's hidden states; a fixed tree at first, from EAGLE-2 on trees that grow where it is confident | a budget of nodes |
 # | Medusa | heads on the target's last hidden state, all guesses in one pass | a fixed tree |
-# | Hydra | the same, but each head also reads the tokens guessed before it | a fixed tree |
+# | Hydra | heads that run one after another, because each also reads the tokens guessed before it | a fixed tree |
 # | PARD | a draft model with mask tokens: K drafts in one forward | K |
 # | Sequoia | any draft model | the tree's shape by dynamic programming for a machine |
 # | Arctic (Snowflake) | suffix decoding first, a model where it finds nothing | by the length of the match |
@@ -874,7 +875,7 @@ for name, tokens_per_step, faster in (
 # |---|---|---|
 # | speed-up = 1 + γ × acceptance | that is τ, and only if "acceptance" means accepted / drafted; the speed-up divides by γc + v | the literature's claims |
 # | linear in γ | with the same α at every position τ never exceeds 1 / (1 − α); with c > 0 the speed-up has a maximum, then falls below 1 | the same |
-# | 60–70% acceptance gives 2.0–2.8× | three numbers have that name: 1.76× or 2.83× for 65% | the same |
+# | 60–70% acceptance gives 2.0–2.8× | three numbers have that name: with γ = 5, c = 0.1 and free verification, 65% gives 1.76× if it is the conditional acceptance, 2.83× if it is accepted / drafted | the same |
 # | speculative decoding makes a server faster | with one request it does, where drafts are accepted; with eight together the draft model gained little or nothing, and n-grams made it slower | Measure |
 #
 # **Papers.** Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*. Chen et al. 2023,

@@ -189,7 +189,8 @@ claim(
 claim("A longer context makes a step longer.", times[LONGEST - 1] > times[LONGEST // 16], measured=True)
 
 # %% [markdown]
-# Remember this for the end: a draft that saves cache can save only what the cache costs.
+# If the measured step grows faster than its bytes, a cached token costs more than reading it: on this machine attention
+# also computes. Remember this for the end: a draft that saves cache can save only what the cache costs.
 #
 # ### Exercise 2: the break-even context
 #
@@ -249,8 +250,9 @@ claim(
 )
 
 # %% [markdown]
-# MagicDec (Sadhukhan et al. 2024) starts from this observation: beyond the break-even context speculation pays *more*
-# with a larger batch, because the cache that a draft does not have to read grows with the batch.
+# MagicDec (Sadhukhan et al. 2024) calls this context the *critical sequence length*. From it on *verification* is nearly
+# free; whether a round pays also depends on what its drafts cost. MagicDec's point is that beyond it speculation pays
+# *more* with a larger batch, because the cache that a draft does not have to read grows with the batch.
 #
 # ### Exercise 3: sinks and a window
 #
@@ -661,7 +663,7 @@ claim("INT4, what the draft reads, is much farther away.", kl["INT4"] > 10 * kl[
 # 80 GB, or at 131,072 tokens, Llama's longest context.
 
 # %% tags=["expected"] alt="Modelled speed-up over the context for 1, 8, 32 and 128 requests. Each line begins near 1 and rises with the context; with more requests it rises earlier, but it also ends earlier, where the memory is full."
-BUDGET = 257  # MagicDec's: one sink and a window of 256
+BUDGET = 257  # one sink and a window of 256, about the budget of MagicDec's example
 alpha = max(alphas["sink and window"][eighth], alphas["SnapKV"][eighth])
 
 
@@ -740,8 +742,8 @@ quoted("SPIRe: over 35% more throughput than MagicDec, modelled; trains", "Neela
 # |---|---|---|---|
 # | view: sinks and window, SnapKV (MagicDec) | all | a fixed number of tokens, in all layers | no |
 # | upper nibbles (QuantSpec) | all, in four bits | all tokens, half of the bits | no |
-# | SPIRe | its own copy of a quarter of the layers | 65 tokens, in those layers; older ones as the target computed them | yes |
-# | LongSpec | one layer of its own | 512 tokens of its own layer, and all tokens of the target's last layer | yes |
+# | SPIRe | its own copy of a quarter of the layers, and the output layer | 65 tokens, in those layers; older ones as the target computed them | yes |
+# | LongSpec | one layer of its own, and the output layer | 512 tokens of its own layer, and all tokens of the target's last layer | yes |
 #
 # The numbers above say why there is more than one of them. The trained drafts read least; their price is the training.
 # Of the two without training, four bits of everything read less at shorter contexts, because a view still reads all weights in
@@ -769,6 +771,8 @@ for _ in range(3):
         seconds_of_runs.append(last.seconds)
 measured = min(clock[0]) / min(clock[GAMMA])
 print(f"a draft step costs c = {c:.2f} plain steps (over the whole cache {over_all.draft / over_all.plain:.2f})")
+by_bytes = (weights + QUARTER * kv_bytes) / (weights + len(ids) * kv_bytes)
+print(f"by the bytes that it reads it would be {by_bytes:.2f}")
 print(f"verifying {GAMMA} drafts costs v = {v:.2f}")
 promised = last.tokens_per_forward / (GAMMA * c + v)
 print(f"{last.tokens_per_forward:.2f} tokens per forward: promised {promised:.2f}×, measured {measured:.2f}×")
@@ -787,8 +791,10 @@ claim(
 # The speed-up is far below the tokens per forward. The acceptance is high, but so are the prices: a round takes γc + v
 # plain steps. v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows cost much more
 # than one. And c is high, because a draft reads all the weights, and at this context they are more bytes than the cache.
-# Compare the two prices of a draft step: their difference is what the view saves. That a draft can be cheaper than a plain step
-# even over the whole cache has nothing to do with the cache: all drafts of a round are one call of the compiled step.
+# Where c is below what the bytes say, there are two reasons. All drafts of a round are one call of the compiled step, so
+# even a draft over the whole cache may be cheaper than a plain step. And attention also computes, so a cached token may
+# cost more time than its bytes, as far as the table of steps at the beginning shows it. Compare the two prices of a draft
+# step: their difference is what the view saves.
 #
 # ## Break it
 #
@@ -847,7 +853,7 @@ claim(
 #
 # | system | what it does |
 # |---|---|
-# | MagicDec | StreamingLLM or SnapKV as the draft's cache, a budget of 257 tokens, three drafts; a separate, compacted draft cache |
+# | MagicDec | StreamingLLM or SnapKV as the draft's cache, a separate, compacted one; in its example a budget of 256 tokens and three drafts |
 # | vLLM | caches of 8 bits (FP8) and fewer (TurboQuant: 4 and 3), and windows for models trained with them; its drafts come from other methods, among which there is no view of the target's cache |
 # | minillm | `self_sparse` (a shortened block table, no second cache), `self_quant` with the layout `paged_two_level` |
 # | StreamingLLM | sinks and window as the *only* cache: constant memory, but what has left the window is lost |

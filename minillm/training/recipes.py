@@ -53,10 +53,10 @@ million tokens (1.019 and 1.020 bits per byte on 98,304 held-out tokens, at the 
 65 million). From there, with 0.1 and soon 0.05, it had 0.991 at 75 million. A draft had 1.157 bits per byte after 36
 million tokens with it, 1.177 after 39 million without."""
 DECAY_TO = 0.25
-"""What the decay leaves of the learning rate. The stage after it, which unlearns repetition, takes it to zero: to begin
+"""What the decay leaves of the learning rate. The stage after it, unlikelihood training, takes it to zero: to begin
 with a small rate that has already been zero would cost more of what was learned."""
 UNLIKELIHOOD_TOKENS = 6_000_000
-"""Tokens of the stage that unlearns repetition, a quarter of them the model's own."""
+"""Tokens of unlikelihood training against repetition, a quarter of them the model's own."""
 UNLIKELIHOOD_LENGTHS = (256, 256, 256, 512, 512, MAX_LENGTH)
 """Row lengths of that stage. The model's own text is in the shortest rows; the longer ones keep it able to use a long
 context (`unlikelihood.py` has the figures)."""
@@ -91,7 +91,7 @@ def decay_recipe(stable_tokens: int, lengths: tuple[int, ...] = DECAY_LENGTHS) -
 
 
 def unlikelihood_recipe(minutes: float = math.inf) -> Recipe:
-    """The stage that unlearns repetition: short, from the rate at which the decay ends to zero. It ends after
+    """Unlikelihood training against repetition: short, from the rate at which the decay ends to zero. It ends after
     `UNLIKELIHOOD_TOKENS` tokens, or earlier if the minutes are used up."""
     return Recipe(
         minutes,

@@ -142,7 +142,7 @@ _VERIFY = Exercise(
     cases=_verify_cases,
     hints=(
         "Judge the drafts in order. At which one do you stop, and which row of p belongs to the position after it?",
-        "chances = accept_rule(p[:-1], q, torch.tensor(drafts)) judges all drafts at once. Count the drafts before the "
+        "chances = my_accept(p[:-1], q, torch.tensor(drafts)) judges all drafts at once. Count the drafts before the "
         "first one with uniforms[i] >= chances[i]: n. Row n of p is at the position of the next token: draw from its "
         "residual if draft n was rejected, from the row itself if there is no draft n.",
         "n = 0; while n < len(drafts) and …: n += 1. Then last = … if n < len(drafts) else p[n : n + 1], and return "

@@ -1,6 +1,6 @@
 """The process that submissions' processes are forked from: it has imported torch and the drives, and no answer.
 
-It is started by `minillm.teaching.grading.student_process` as a script, closes itself in (`sandbox.enter`), and only
+It is started by `minillm.teaching.grading.student_process` as a script, enters a sandbox (`sandbox.enter`), and only
 then imports minillm. For every job it forks:
 
     template ── setup ── runner (pid 1 of its own numbering, no privileges) ── the submission's function (`guard`)
