@@ -28,6 +28,12 @@ def check_sample_method(value: str) -> None:
         raise ConfigError(f"draft_sample_method={value!r} must be 'greedy' or 'probabilistic'")
 
 
+def check_finite(logits: Tensor) -> None:
+    """Raise `NonFiniteLogitsError` if some are NaN or infinite: their argmax is a token of no meaning."""
+    if not logits.isfinite().all():
+        raise NonFiniteLogitsError(BROKEN_DRAFTS)
+
+
 def warn_of_broken_logits(drafter: Drafter, problem: NonFiniteLogitsError) -> None:
     """Warn that drafting has ended early."""
     name = type(drafter).__name__
@@ -91,21 +97,19 @@ class ChainDrafter(Drafter):
             if step:
                 active = [i for i in active if step < num_drafts[i]]
                 logits = next_logits(active, tokens)
-            if is_greedy:
-                if not logits.isfinite().all():
-                    warn_of_broken_logits(self, NonFiniteLogitsError(BROKEN_DRAFTS))
-                    break
-                for i, token in zip(active, argmax(logits), strict=True):
-                    tokens[i].append(token)
-                continue
             try:
-                drawn, rows = self._draw(logits, [(requests[i], tokens[i]) for i in active])
+                if is_greedy:
+                    check_finite(logits)
+                    drawn, rows = argmax(logits), None
+                else:
+                    drawn, rows = self._draw(logits, [(requests[i], tokens[i]) for i in active])
             except NonFiniteLogitsError as problem:
                 warn_of_broken_logits(self, problem)
                 break
-            for i, token, row in zip(active, drawn, rows, strict=True):
-                tokens[i].append(token)
-                probs[i].append(row)
+            for place, i in enumerate(active):
+                tokens[i].append(drawn[place])
+                if rows is not None:
+                    probs[i].append(rows[place])
         if not any(probs):
             return [Draft(drafted) for drafted in tokens]
         rows = torch.stack([row for of_request in probs for row in of_request])

@@ -210,21 +210,17 @@ class SpeculativeConfig:
         options = drafter.Options(**{name: value for name, value in given.items() if name in own})
         settings = {name: value for name, value in given.items() if name in shared}
         if (fallback := settings.get("fallback")) is not None:
-            settings["fallback"] = cls._read_fallback(fallback)
-            if settings.get("adaptive") is False and fallback.get("adaptive"):
-                raise ConfigError(
-                    "adaptive=True of 'fallback' needs adaptive=True of the method; leave one of them out"
-                )
+            settings["fallback"] = cls._read_fallback(fallback, settings.get("adaptive", ADAPTIVE))
         return cls(**settings, options=options)
 
     @classmethod
-    def _read_fallback(cls, given: object) -> SpeculativeConfig:
+    def _read_fallback(cls, given: object, adaptive: bool) -> SpeculativeConfig:
         if not isinstance(given, Mapping) or "method" not in given:
             raise ConfigError(f"fallback={given!r} must be a dict with the 'method' that drafts and its options")
-        for name in ("rejection_sample_method", "disable_by_batch_size"):
+        for name in ("rejection_sample_method", "disable_by_batch_size", "adaptive"):
             if name in given:
                 raise ConfigError(f"{name}={given[name]!r} holds for all drafts; move it out of 'fallback'")
-        return cls.from_dict(given)
+        return cls.from_dict({**given, "adaptive": adaptive})
 
 
 def find_method(method: str | type[Drafter]) -> type[Drafter]:

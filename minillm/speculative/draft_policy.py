@@ -36,6 +36,9 @@ tried again. Every other try drafts the full length, because one draft says noth
 was judged yet, the first try is at once."""
 TRIES_SHARE = 0.01
 """What a try may cost, as a share of the time until the next. Where it costs more, pauses are longer."""
+WITHOUT_DRAFTS = 0.997
+"""What a step in which others have drafts leaves of what is known of a request that has none. So it is believed to be
+like the others after some hundred steps, and gets drafts again: its text, too, may have changed."""
 MANY_ROUNDS = 8
 """So many rounds and fewer are not forgotten before a try."""
 LARGEST_WEIGHT = 1e100
@@ -151,11 +154,18 @@ class Acceptance:
         for i in range(num_accepted):
             self.accepted[i] += weight
 
-    def add_tree(self, share: float) -> None:
-        """Count one round with a tree. `share`: accepted drafts, of the most that there can be."""
+    def add_tree(self, size: float, share: float) -> None:
+        """Count one round with a tree. `size` and `share`: its drafts and the accepted ones, of the most that there can
+        be."""
         weight = self._next_weight()
+        self.asked[0] += weight
+        self.made[0] += weight * size
         self.reached[0] += weight
         self.accepted[0] += weight * share
+
+    def fade(self, share: float) -> None:
+        """Let the rounds so far count so much less."""
+        self._scale(share)
 
     def forget_half(self) -> None:
         """Let the rounds so far count half as much, if there are many: a drafter that finds nothing adds none, and what
@@ -236,6 +246,7 @@ class AdaptiveDrafts:
     _counts: list[int] = field(init=False, default_factory=list)
     """What was decided, without regard to requests with a seed of their own."""
     _steps_left: int = field(init=False, default=0)
+    _steps_since_decision: int = field(init=False, default=0)
     plain_times: PlainTimes = field(init=False)
     _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
     _has_first_drafts: bool = field(init=False, default=False)
@@ -260,11 +271,13 @@ class AdaptiveDrafts:
             found = DraftPlan(self._counts)
         else:
             found = self._decide(requests, num_rows)
+            self._steps_since_decision = 0
             self._work, self._counts = (num_rows, list(requests)), found.num_drafts  # not their ids, used again later
             until_try = min(max(1, self._pause - self._idle_steps), IDLE_PLAN_STEPS)
             tries = self._tried is not None
             self._steps_left = (TRY_STEPS if tries else PLAN_STEPS) if any(self._counts) else until_try
         self._steps_left -= 1
+        self._steps_since_decision += 1
         if any(self._counts):
             self._idle_steps = 0
         else:
@@ -293,6 +306,9 @@ class AdaptiveDrafts:
             self._pause, self._tried = FIRST_PAUSE, None
             for draft in drafts[:best]:
                 counts[draft.request] += 1
+            for request, count in zip(requests, counts, strict=True):
+                if not count and (own := self._own.get(request)):
+                    own.fade(WITHOUT_DRAFTS**self._steps_since_decision)
         else:
             goes_on = self._latest_try_paid(requests, num_rows)
             index = next((d.request for d in drafts if not requests[d.request].samples_with_own_seed), None)
@@ -352,7 +368,7 @@ class AdaptiveDrafts:
             self._has_first_drafts = True
         for seen in (own, self._all):
             if self.drafts_trees:  # a node's place in the tree says nothing; what a whole tree usually gains does
-                seen.add_tree(num_accepted / self.max_drafts)
+                seen.add_tree(num_drafts / self.max_drafts, num_accepted / self.max_drafts)
             else:
                 seen.add(num_asked, num_drafts, num_accepted)
 
@@ -396,7 +412,8 @@ class AdaptiveDrafts:
     def _made(self, request: Request) -> list[float]:
         """The estimated probability, by position, that there is a draft of `request`, in a round that has any."""
         own, usual = self._own.get(request), self._all.shares_made(1.0)
-        return usual if own is None else own.shares_made(usual)
+        shares = usual if own is None else own.shares_made(usual)
+        return shares[:1] * self.max_drafts if self.drafts_trees else shares
 
     def _speedups(self, requests: Sequence[Request], drafts: Sequence[Candidate], num_rows: int) -> list[float]:
         """See `DraftPlan.speedups`. `drafts`: in the order in which they are chosen."""

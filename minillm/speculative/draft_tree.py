@@ -35,7 +35,7 @@ from minillm.errors import NonFiniteLogitsError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, probs_from_logits, sample, uniform
-from minillm.speculative.chain_drafter import warn_of_broken_logits
+from minillm.speculative.chain_drafter import check_finite, warn_of_broken_logits
 from minillm.speculative.draft_model import DraftModelDrafter, DraftProgress
 from minillm.speculative.draft_tree_options import DraftTreeOptions
 from minillm.speculative.drafter import Draft, DraftContext
@@ -116,6 +116,7 @@ class DraftTreeDrafter(DraftModelDrafter):
         tokens: list[list[int]] = [[] for _ in nodes]
         probs: list[list[Tensor]] = [[] for _ in nodes]
         if len(sampled) < len(nodes):
+            check_finite(logits)
             most = max(count for _, _, count in nodes)
             tokens = logits.topk(min(most, logits.shape[-1]), dim=-1).indices.tolist()
         if sampled:

@@ -6,8 +6,9 @@ with suffix decoding and a draft model).
 Text that repeats itself is drafted by lookup, long and nearly for free; new text by the model. A draft model does not
 see the rounds that it is not asked in. It computes what it has missed when it is asked next, in one forward.
 
-Which draft is used depends on how many tokens were proposed, never on which ones: so a sampled draft stays distributed
-as its q says. (The size of a sampled tree does depend on what was drawn, so it is used unless it is empty.)
+Which draft is used never depends on the tokens that were drawn: so a sampled draft stays distributed as its q says. The
+size of a sampled draft may depend on them (of a tree, or of a chain that ends where a token led to logits that are
+NaN), so it is used unless it is empty.
 """
 
 from __future__ import annotations
@@ -107,5 +108,4 @@ def _propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence
 
 def _is_short(draft: Draft, least: int) -> bool:
     """Whether a draft with fewer than `least` tokens is to be replaced."""
-    is_sampled_tree = draft.parents is not None and draft.probs is not None
-    return len(draft.token_ids) < (1 if is_sampled_tree else least)
+    return len(draft.token_ids) < (least if draft.probs is None else 1)

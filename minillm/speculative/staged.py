@@ -31,7 +31,7 @@ from minillm.errors import ConfigError, NonFiniteLogitsError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import argmax
-from minillm.speculative.chain_drafter import warn_of_broken_logits
+from minillm.speculative.chain_drafter import check_finite, warn_of_broken_logits
 from minillm.speculative.draft_model import DraftModelDrafter, DraftModelOptions, DraftProgress
 from minillm.speculative.drafter import Draft, DraftContext
 from minillm.speculative.ngram import NgramDrafter, NgramOptions
@@ -156,6 +156,7 @@ class StagedDrafter(DraftModelDrafter):
         """
         self.num_passes += len(rounds)
         if is_greedy:
+            check_finite(logits)
             chosen, q = argmax(logits), []
         else:
             after = [

@@ -386,12 +386,18 @@ def test_an_interrupted_abort_gives_every_block_back_once(tiny: TinyPair, monkey
     settled(llm)
 
 
-@pytest.mark.parametrize(("method", "drafter"), [("draft_model", "DraftModelDrafter"), ("staged", "StagedDrafter")])
-def test_a_draft_model_without_finite_logits_costs_only_the_drafts(tiny: TinyPair, method: str, drafter: str) -> None:
-    sampled = replace(GREEDY, temperature=0.8, seed=1)
+@pytest.mark.parametrize("how", [{"temperature": 0.8, "seed": 1}, {}])
+@pytest.mark.parametrize(
+    ("method", "drafter"),
+    [("draft_model", "DraftModelDrafter"), ("staged", "StagedDrafter"), ("draft_tree", "DraftTreeDrafter")],
+)
+def test_a_draft_model_without_finite_logits_costs_only_the_drafts(
+    tiny: TinyPair, method: str, drafter: str, how: dict[str, Any]
+) -> None:
+    sampled = replace(GREEDY, **how)
     plain = LLM(str(tiny.target), enforce_eager=True)
     expected = [o.outputs[0].token_ids for o in plain.generate(PROMPTS, sampled, use_tqdm=False)]
-    config = drafted(tiny, method=method, draft_sample_method="probabilistic")
+    config = drafted(tiny, method=method, draft_sample_method="probabilistic", adaptive=False)
     llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=config)
     with torch.no_grad():
         llm.engine.drafter.runner.model.norm.weight[3] = float("nan")

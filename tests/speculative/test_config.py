@@ -132,7 +132,7 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
         (
             {"method": "suffix", "adaptive": False, "fallback": {"method": "ngram", "adaptive": True}},
             ConfigError,
-            "adaptive=True of 'fallback'",
+            "adaptive=True holds for all drafts; move it out",
         ),
         ("suffix", ConfigError, "speculative_config='suffix' must be a dict"),
         ({**SYNTHETIC, "synthetic_acceptance_length": "2"}, ConfigError, "length='2' must be a number"),

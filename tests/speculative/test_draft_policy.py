@@ -262,6 +262,31 @@ def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
         assert policy.survival(request)[0] == pytest.approx(2 / 6, abs=0.05)
 
 
+def test_a_tree_costs_as_many_rows_as_it_usually_has() -> None:
+    """Of at most 12 nodes it has 3, two of them accepted: a gain at the price of 3 rows, not of 12."""
+    policy, request = AdaptiveDrafts(12, StepCosts({1: 1.0, 64: 1.0 + 63 * 0.2}), drafts_trees=True), a_request()
+    for _ in range(50):
+        policy.judged(request, 12, 3, 2)
+    assert policy.plan([request], 1).num_drafts == [12]
+
+
+def test_a_request_without_drafts_is_tried_again_while_another_drafts() -> None:
+    policy, one, other = (
+        AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1.0 + 63 * 0.3})),
+        a_request("one"),
+        a_request("other"),
+    )
+    tried = []
+    for step in range(3000):
+        counts = policy.plan([one, other], 2).num_drafts
+        for request, count in zip((one, other), counts, strict=True):
+            if count:
+                policy.judged(request, count, count, count if request is one or step > 2000 else 0)
+        tried += [step] * bool(counts[1])
+    early, late = [step for step in tried if 100 < step < 2000], [step for step in tried if step > 2500]
+    assert 4 <= len(early) < 400 and len(late) > 450
+
+
 def test_costs_lie_on_lines_between_and_beyond_the_measured_rows() -> None:
     costs = StepCosts({1: 1.0, 3: 2.0, 5: 6.0}, context_token=0.5, context_row=0.25)
     assert [costs.target(n, 0) for n in (1, 2, 3, 4, 5, 6)] == pytest.approx([1, 1.5, 2, 4, 6, 8])

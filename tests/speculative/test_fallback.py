@@ -12,7 +12,7 @@ from minillm import LLM, SamplingParams
 from minillm.errors import DraftError, UnsupportedError
 from minillm.request import Request
 from minillm.speculative import fallback
-from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.rejection_sampler import Verdict
 from minillm.trace import RequestPreempted
@@ -229,3 +229,9 @@ def test_a_drafter_that_breaks_its_contract_is_named(lengths: tuple[int, ...], m
     both = FallbackDrafter(TooMany(*lengths), Notes(4), 2, 4, below=1)
     with pytest.raises(DraftError, match=message):
         both.propose([request("a")], [4])
+
+
+def test_a_sampled_chain_that_ended_early_is_used() -> None:
+    """It may have ended because of a token that was drawn: to draw again would change the distribution."""
+    sampled, shorter = Draft([1], probs=torch.ones(1, 4) / 4), Draft([1])
+    assert [fallback._is_short(draft, 4) for draft in (sampled, shorter, NO_DRAFT)] == [False, True, True]

@@ -141,7 +141,7 @@ def test_in_the_engine_the_useless_method_falls_silent_and_the_useful_one_goes_o
     methods = [{"method": Wrong}, {"method": "draft_model", "model": str(tiny.target)}]
     first, second = methods if wrong_first else methods[::-1]
     options = {**first, "adaptive": True, "num_speculative_tokens": 4}
-    second = {**second, "adaptive": True, "num_speculative_tokens": 4}
+    second = {**second, "num_speculative_tokens": 4}
     llm = LLM(str(tiny.target), enforce_eager=True, speculative_config={**options, "fallback": second})
     with llm.trace() as trace:
         output = llm.generate("def f(", params, use_tqdm=False)[0]
