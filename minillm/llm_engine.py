@@ -103,7 +103,7 @@ class LLMEngine:
                 self.queue([group])
                 self._groups[request_id] = group
             except BaseException:
-                self.discard(group)  # an interrupt may have arrived after some of the requests were queued
+                self.discard(group)  # an interrupt may have arrived after they were queued
                 raise
 
     def step(self) -> list[RequestOutput]:
@@ -337,7 +337,7 @@ class LLMEngine:
                     f"a prompt must be text, or {{'prompt_token_ids': [...]}} for token ids, not {type(text).__name__}"
                 )
             token_ids = tokenizer.encode(text)
-        elif not isinstance(text, str | None) and isinstance(prompt, Mapping):
+        elif not isinstance(text, str | None):
             raise PromptError(f"prompt={text!r} must be text")
         if not isinstance(token_ids, Iterable):
             raise PromptError(f"prompt_token_ids={token_ids!r} must be a sequence of token ids")

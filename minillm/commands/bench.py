@@ -53,7 +53,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     own.add_argument("--rounds", type=positive, metavar="N", help="measure every system N times in turn")
     own.add_argument(
-        "--seconds", type=positive, metavar="S", help="more rounds: S seconds of what is as fast as plain decoding"
+        "--seconds",
+        type=positive,
+        metavar="S",
+        help="more rounds if plain decoding runs for less than S seconds",
     )
     own.add_argument("--prompts", type=positive, metavar="N", help="how many held-out prompts")
     own.add_argument("--new-tokens", type=positive, metavar="N", help="tokens to generate per prompt")

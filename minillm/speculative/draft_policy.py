@@ -247,6 +247,7 @@ class AdaptiveDrafts:
     """What was decided, without regard to requests with a seed of their own."""
     _steps_left: int = field(init=False, default=0)
     _steps_since_decision: int = field(init=False, default=0)
+    """Steps that the latest decision has held for, without those for which `plan` was not called."""
     plain_times: PlainTimes = field(init=False)
     _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
     _has_first_drafts: bool = field(init=False, default=False)

@@ -27,18 +27,20 @@ class LossLimit:
         saved  =  tokens per request · seconds of a step without drafts - seconds          each step with drafts
                =  `LOSS_SHARE` · seconds                                                   each step without
 
-    Once `MOST_LOST` steps without drafts are lost, drafting rests until `saved` is back at zero. Steps with a request
-    that samples with a seed of its own are not booked: it always gets all its drafts. To
-    know what steps without drafts take, some go without now and then. Steps with drafts are compared with those that
-    went without shortly before: the speed of a machine changes. Others are believed to take, against what the policy
-    predicts, as long as those that were compared. Steps that compute a prompt are not counted.
+    Once `MOST_LOST` steps without drafts are lost, drafting rests until `saved` is back at zero. To know what steps
+    without drafts take, some go without now and then. A step with drafts is compared only with steps that went without
+    shortly before it, because the speed of a machine changes. If there are none, it counts with the duration that the
+    policy predicts, times how much longer than predicted the compared steps took.
+
+    Not counted are steps that compute a prompt, and those with a request that samples with a seed of its own, which
+    always gets all its drafts.
     """
 
     policy: DraftPolicy
     plain_times: PlainTimes
     """What steps without drafts take. The policy keeps it."""
     _exceeded: Mean = field(init=False, default_factory=Mean)
-    """What steps with drafts take, over what the policy predicts."""
+    """What compared steps with drafts took, over what the policy predicted."""
     _requests: Sequence[Request] = field(init=False, default=())
     """Those of the latest plan."""
     _saved: float = field(init=False, default=0.0)
@@ -54,6 +56,7 @@ class LossLimit:
     _compared_left: int = field(init=False, default=0)
     """Steps without drafts that are left of those to be compared."""
     _rests: bool = field(init=False, default=False)
+    """Whether drafting rests until the loss is paid back."""
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. A request that samples with a seed of its own always gets all its drafts."""
@@ -94,7 +97,6 @@ class LossLimit:
         """See `DraftPolicy.step_finished`."""
         self.policy.step_finished(drafts, num_rows, num_context, seconds)
         num_requests = num_rows - sum(drafts.values())
-        self._plain = self.plain_times.seconds(num_requests, num_context) or 0.0
         if not drafts:
             self._add_saved(LOSS_SHARE * self._plain)
             self._compared_left = max(0, self._compared_left - 1)

@@ -389,20 +389,25 @@ def test_an_interrupted_abort_gives_every_block_back_once(tiny: TinyPair, monkey
 @pytest.mark.parametrize("how", [{"temperature": 0.8, "seed": 1}, {}])
 @pytest.mark.parametrize(
     ("method", "drafter"),
-    [("draft_model", "DraftModelDrafter"), ("staged", "StagedDrafter"), ("draft_tree", "DraftTreeDrafter")],
+    [
+        ({"method": "draft_model"}, "DraftModelDrafter"),
+        ({"method": "staged"}, "StagedDrafter"),
+        ({"method": "draft_tree", "num_speculative_tokens": 6, "tree_branching": (2, 2)}, "DraftTreeDrafter"),
+    ],
 )
 def test_a_draft_model_without_finite_logits_costs_only_the_drafts(
-    tiny: TinyPair, method: str, drafter: str, how: dict[str, Any]
+    tiny: TinyPair, method: dict[str, Any], drafter: str, how: dict[str, Any]
 ) -> None:
     sampled = replace(GREEDY, **how)
     plain = LLM(str(tiny.target), enforce_eager=True)
     expected = [o.outputs[0].token_ids for o in plain.generate(PROMPTS, sampled, use_tqdm=False)]
-    config = drafted(tiny, method=method, draft_sample_method="probabilistic", adaptive=False)
+    config = drafted(tiny, **method, draft_sample_method="probabilistic", adaptive=False)
     llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=config)
     with torch.no_grad():
         llm.engine.drafter.runner.model.norm.weight[3] = float("nan")
     with pytest.warns(RuntimeWarning, match=f"{drafter} drafts no further in this step: .*NaN"):
         found = llm.generate(PROMPTS, sampled, use_tqdm=False)
+    assert [o.metrics.num_drafts for o in found] == [0] * len(PROMPTS)
     assert [o.outputs[0].token_ids for o in found] == expected
     settled(llm)
 
