@@ -15,9 +15,10 @@ from the prefix cache, and steps with the rest of a prompt do not count. Per row
     c, v          seconds of a round's drafting and of the rest of it, over those of a plain step             measured
     predicted     τ over the mean cost of a step, which is c + v with drafts and 1 without                   modelled
 
-Plain decoding also runs on a second engine in each round, between the methods: how far its ratio is from 1 is noise,
-differences between equal engines included. Each run begins with a few tokens that do not count, so that no engine finds
-more of its weights in the processor's caches than another.
+Plain decoding has two engines, which take turns: a method runs between one and the other, so that a lucky place in
+memory of one engine does not count against all methods. It also runs once in each round in the place of a method: how
+far the ratio of this row is from 1 is noise. Each run begins with a few tokens that do not count, so that no engine
+finds more of its weights in the processor's caches than another.
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
 drafts of all runs, without the shortest and longest twentieth of them. A shape with random weights has a draft of
 random weights, too, and drafts are accepted at given rates.
@@ -55,6 +56,8 @@ SHORTEST_PROMPT = 16
 WEIGHTS = {"fp32": None, "int8": "int8", "w8a8": "w8a8"}
 BATCHES = (1, 4, 16)
 PLAIN, AGAIN = "plain", "plain, again"
+PLAIN_TURNS = {PLAIN: (PLAIN, AGAIN), AGAIN: (AGAIN, PLAIN)}
+"""By system: the engines of plain decoding, in the order in which they take turns."""
 WARM_UP_TOKENS = 8
 """New tokens before each run, which do not count."""
 WAVES = 2
@@ -253,6 +256,8 @@ class SliceRun:
         from minillm import SamplingParams
 
         self.engines, self.batch = engines, batch
+        self.plain = {system: itertools.cycle(turns) for system, turns in PLAIN_TURNS.items()}
+        """The engines of plain decoding, in the order in which they run next."""
         self.params, self.warm_up = (
             SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
             for count in (new_tokens, min(WARM_UP_TOKENS, new_tokens))
@@ -291,7 +296,7 @@ class SliceRun:
         return [_with_figures(row, self.counts[row.system], self.counts[PLAIN], labels) for row in found]
 
     def _generate(self, name: str) -> list[list[int]]:
-        llm, outputs = self.engines[name], []
+        llm, outputs = self.engines[next(self.plain[name]) if name in self.plain else name], []
         counts, self.latest[name] = self.counts.setdefault(name, Counts(self.batch)), []
         is_measured = self.runs[name] > 0  # the first run is a warm-up itself
         if is_measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -204,15 +205,45 @@ def test_a_run_that_counts_begins_with_a_few_tokens_that_do_not(
     generate = SliceRun._generate
 
     def generated(self: SliceRun, name: str) -> list[list[int]]:
-        before = self.engines[name].llm_engine.engine.num_steps
+        before = _num_steps(self)
         outputs = generate(self, name)
-        made.append(self.engines[name].llm_engine.engine.num_steps - before)
+        made.append(sum((_num_steps(self) - before).values()))
         return outputs
 
     monkeypatch.setattr(SliceRun, "_generate", generated)
     given = {"methods": ["ngram"], "slices": ["edits"], "weights": ["fp32"], "batches": [1]}
     run(str(tiny.target), rounds=1, seconds=0, prompts=1, new_tokens=12, **given)
     assert made[0] == 12 and made[4] == 12 + 8  # plain decoding: the warm-up round, and the first that counts
+
+
+def test_every_run_of_a_method_is_between_the_two_engines_of_plain_decoding(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So an engine of plain decoding with a lucky place in memory is the baseline as often as the other one."""
+    used: list[tuple[str, str]] = []
+    generate = SliceRun._generate
+
+    def generated(self: SliceRun, name: str) -> list[list[int]]:
+        before = _num_steps(self)
+        outputs = generate(self, name)
+        [engine] = _num_steps(self) - before
+        used.append((name, engine))
+        return outputs
+
+    monkeypatch.setattr(SliceRun, "_generate", generated)
+    given = {"methods": ["ngram", "suffix"], "slices": ["edits"], "weights": ["fp32"], "batches": [1]}
+    run(str(tiny.target), rounds=2, seconds=0, prompts=1, new_tokens=4, **given)
+    warm_up, rounds = used[:6], used[6:]
+    assert all(name == engine for name, engine in warm_up)  # each engine runs once
+    baselines = [engine for name, engine in rounds if name == PLAIN]
+    assert baselines == [AGAIN, PLAIN] * 4
+    assert [engine for name, engine in rounds if name == AGAIN] == [PLAIN, AGAIN]
+    assert all(name == engine for name, engine in rounds if name not in (PLAIN, AGAIN))
+
+
+def _num_steps(run_: SliceRun) -> Counter[str]:
+    """The steps that each engine has made."""
+    return Counter({name: llm.llm_engine.engine.num_steps for name, llm in run_.engines.items()})
 
 
 @pytest.mark.parametrize(
