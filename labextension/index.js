@@ -153,6 +153,8 @@ const plugin = {
           panel = new MainAreaWidget({ content: new Panel(provider) });
           panel.id = 'minillm-completion-panel';
           app.shell.add(panel, 'main', { mode: 'split-right', activate: false });
+        } else {
+          app.shell.activateById(panel.id); // it may be behind another tab
         }
       }
     });

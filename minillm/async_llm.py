@@ -84,7 +84,7 @@ class AsyncLLM:
             )
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output so far, each time that it has grown; the last one is finished.
 
@@ -96,19 +96,20 @@ class AsyncLLM:
                 yield output
 
     async def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> OutputStream:
-        """Check and queue a prompt. Returns the stream of its outputs.
+        """Check and queue a prompt. Returns the stream of its outputs. Without `params`, see `LLMEngine.prepare`.
 
         Raises `PromptError`, `ConfigError`, `RequestTooLargeError`, `QueueOverflowError` or `EngineDeadError`, and then
         nothing is queued. If the id is in use, the stream raises `MinillmError`.
         """
         await self.check_health()
         check_sampling_params(params)
-        self.check_admission(params.n)
+        num_sequences = 1 if params is None else params.n
+        self.check_admission(num_sequences)
         check_request_id(request_id)
-        stream = OutputStream(request_id, params.n, self._abort)
-        self.num_unfinished += params.n
+        stream = OutputStream(request_id, num_sequences, self._abort)
+        self.num_unfinished += num_sequences
         try:
             group = await asyncio.to_thread(self.llm_engine.prepare, prompt, params, priority, request_id)
             for request in group:
@@ -168,6 +169,9 @@ class AsyncLLM:
             self.llm_engine.add_prepared(stream.request_id, group)
         except MinillmError as problem:
             self._deliver([(stream, None, problem)])
+        except BaseException:  # the loop ends, and `_die` informs the streams in `_streams`
+            self._streams[stream.request_id] = stream
+            raise
         else:
             self._streams[stream.request_id] = stream
 
@@ -178,15 +182,17 @@ class AsyncLLM:
 
     def _step(self) -> None:
         """One step. If it fails, the request that it failed for ends; if that is not known, all requests in the engine
-        end. The engine has recovered and goes on with the others."""
+        end. The engine has recovered and goes on with the others, unless one of its processes has ended."""
         try:
             outputs = self.llm_engine.step()
+        except EngineDeadError:  # of a tensor-parallel engine: no later step can succeed
+            raise
         except Exception as problem:
             failed = self._failed_by(problem)
             logger.exception("A step failed and ends %d of %d requests.", len(failed), len(self._streams))
-            for stream in failed:
-                del self._streams[stream.request_id]
             self.llm_engine.abort_request([stream.request_id for stream in failed])
+            for stream in failed:  # after the abort: if that fails, `_die` informs the streams in `_streams`
+                del self._streams[stream.request_id]
             self._deliver([(stream, None, _failed(problem)) for stream in failed])
             return
         found = [(self._streams[output.request_id], output, None) for output in outputs]

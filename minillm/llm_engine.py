@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from itertools import chain, count
 from numbers import Integral
 from typing import Any
@@ -111,22 +110,25 @@ class LLMEngine:
         with `RequestOutputKind.FINAL_ONLY` only if it finished.
 
         A request that finished in an interrupted step is returned by the next step.
+
+        Raises `NonFiniteLogitsError` if the model's logits for a request are NaN or infinite. Then no request gains a
+        token, and every further step raises it again until that request is ended: `abort_request(error.request_id)`.
         """
         with self.engine.lock:
             grown = {prompt_id_of(request.request_id) for request in self.engine.step()} & self._groups.keys()
-            ended = set(self._ended_among(self._groups))
-            outputs = []
-            for name in sorted(grown | ended, key=lambda name: self._groups[name][0].arrival):
-                group = self._groups[name]
-                if name in ended or group[0].params.output_kind is RequestOutputKind.CUMULATIVE:
-                    outputs.append(self.output(group))
-                if name in ended:
-                    del self._groups[name]
+            ended = self._ended_among(self._groups)
+            cumulative = RequestOutputKind.CUMULATIVE
+            told = {name for name in grown if self._groups[name][0].params.output_kind is cumulative}.union(ended)
+            groups = sorted(map(self._groups.__getitem__, told), key=lambda group: group[0].arrival)
+            outputs = [self.output(group) for group in groups]
+            for name in ended:  # last, so that an interrupt before loses no output
+                del self._groups[name]
+                self.metrics.forget(name)
             return outputs
 
     def _ended_among(self, names: Collection[str]) -> list[str]:
-        """Those of the prompts `names` that have ended since they were last asked for."""
-        return self.metrics.take_ended(names) if self.engine.has_requests else list(names)
+        """Those of the prompts `names` that have ended."""
+        return self.metrics.ended_among(names) if self.engine.has_requests else list(names)
 
     def run(self, groups: Sequence[Sequence[Request]]) -> Generator[dict[int, RequestOutput], None, None]:
         """Queue prepared requests and step until all have ended; yields after each step the outputs of the groups that
@@ -141,8 +143,10 @@ class LLMEngine:
             while left:
                 with self.engine.lock:  # so that no other thread's step is in the middle of a request that is read here
                     others = self._failed_for_others(left, nobody_else_steps=failures >= MOST_FAILED_STEPS)
-                    ended = [left.pop(name) for name in self._ended_among(left)]
-                    outputs = {i: self.output(groups[i]) for i in sorted(ended)}
+                    ended = self._ended_among(left)
+                    outputs = {i: self.output(groups[i]) for i in sorted(left.pop(name) for name in ended)}
+                    for name in ended:
+                        self.metrics.forget(name)
                 failures = failures + 1 if others else 0
                 if others:
                     time.sleep(0.001)  # let the thread that waits for the failed request have its turn
@@ -167,7 +171,9 @@ class LLMEngine:
         one completion, which an error may name, ends all of its prompt."""
         with self.engine.lock:
             for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-                self.discard(self._groups.pop(prompt_id_of(request_id), []))
+                name = prompt_id_of(request_id)
+                self.discard(self._groups.get(name, []))
+                self._groups.pop(name, None)  # last, so that an interrupted abort can be repeated
 
     def reset_prefix_cache(self) -> bool:
         """Evict all cached blocks. While a request holds a block, nothing is evicted and False returned, as in vLLM."""
@@ -300,14 +306,13 @@ class LLMEngine:
                     self.engine.abort(request.request_id)
             # If `add_request` refused this id because it is in use, the metrics belong to the other request.
             if group and not self.metrics.is_running(name := prompt_id_of(group[0].request_id)):
-                self.metrics.pop(name)
+                self.metrics.forget(name)
 
     def output(self, group: Sequence[Request]) -> RequestOutput:
-        """The output so far of all completions of one prompt. Once all have finished, their metrics are discarded."""
+        """The output so far of all completions of one prompt."""
         first = group[0]
         name = prompt_id_of(first.request_id)
-        finished = all(request.finished for request in group)
-        metrics = self.metrics.pop(name) if finished else copy(self.metrics.requests[name])
+        metrics = self.metrics.of(name)
         prompt_logprobs = None
         if first.params.prompt_logprobs is not None:
             prompt_logprobs = [first.prompt_logprobs.get(position) for position in range(first.num_prompt_tokens)]
@@ -316,7 +321,7 @@ class LLMEngine:
             prompt=first.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
             outputs=[_completion(request) for request in group],
-            finished=finished,
+            finished=all(request.finished for request in group),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=metrics.num_cached_tokens,
             metrics=metrics,

@@ -41,14 +41,17 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Read `tokenizer.json`, or convert an older format with transformers.
 
-        Raises `CheckpointError` if `folder` has no tokenizer that can be read.
+        Raises `CheckpointError` if `folder` has no tokenizer that can be read, or a broken `tokenizer_config.json`.
         """
         file = Path(folder) / "tokenizer.json"
-        if not file.is_file():
-            return cls(_convert(Path(folder)), Path(folder))
-        with _panics_as(CheckpointError, f"{file} is truncated or corrupt", "fetch it again"):
-            _check_subword_prefix(file.read_text(encoding="utf-8"))
-            return cls(tokenizers.Tokenizer.from_file(str(file)), Path(folder))
+        if file.is_file():
+            with _panics_as(CheckpointError, f"{file} is truncated or corrupt", "fetch it again"):
+                _check_subword_prefix(file.read_text(encoding="utf-8"))
+                tokenizer = cls(tokenizers.Tokenizer.from_file(str(file)), Path(folder))
+        else:
+            tokenizer = cls(_convert(Path(folder)), Path(folder))
+        _ = tokenizer._config  # raises here, not at the first prompt
+        return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds (as in vLLM) unless

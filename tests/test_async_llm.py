@@ -25,6 +25,7 @@ from minillm.errors import (
     RequestTooLargeError,
     UnsupportedError,
 )
+from minillm.trace import RequestAdded, RequestFinished
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -47,7 +48,7 @@ def served(tiny: TinyPair, limit: int | None = None, **options: Any) -> Iterator
     assert engine.num_unfinished == 0
 
 
-async def last(engine: AsyncLLM, prompt: Any, request_id: str, params: SamplingParams = GREEDY) -> RequestOutput:
+async def last(engine: AsyncLLM, prompt: Any, request_id: str, params: SamplingParams | None = GREEDY) -> RequestOutput:
     """The finished output of one request."""
     outputs = [output async for output in engine.generate(prompt, params, request_id)]
     assert outputs[-1].finished
@@ -91,6 +92,17 @@ def test_final_only_yields_one_output(tiny: TinyPair) -> None:
 
         [output] = run(job)
         assert output.finished and len(output.outputs[0].token_ids) == 24
+
+
+def test_a_request_without_parameters_has_the_defaults(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def job() -> list[RequestOutput]:
+            stream = await engine.add_request("b", PROMPTS[1])
+            return [await last(engine, PROMPTS[0], "a", None), [output async for output in stream][-1]]
+
+        for output in run(job):
+            assert output.finished and 1 <= len(output.outputs[0].token_ids) <= SamplingParams().max_tokens
 
 
 def test_deltas_are_refused(tiny: TinyPair) -> None:
@@ -265,6 +277,44 @@ def test_a_loop_that_dies_tells_everyone_now_and_later(tiny: TinyPair, monkeypat
                 await engine.check_health()
             with pytest.raises(EngineDeadError):
                 await last(engine, PROMPTS[0], "later")
+
+        run(job)
+
+
+@pytest.mark.parametrize("kind", [RequestAdded, RequestFinished])
+def test_a_loop_that_dies_while_requests_come_or_go_tells_them(tiny: TinyPair, kind: type) -> None:
+    """At `RequestFinished` the step fails first, and then the abort of the request that is left."""
+    with served(tiny) as engine:
+
+        def broken(event: Any) -> None:
+            if isinstance(event, kind):
+                raise RuntimeError("a listener is broken")
+
+        engine.llm_engine.engine.listeners.append(broken)
+
+        async def job() -> list[Any]:
+            both = [last(engine, PROMPTS[0], "a"), last(engine, PROMPTS[1], "b", ENDLESS)]
+            return await asyncio.wait_for(asyncio.gather(*both, return_exceptions=True), 20)
+
+        for problem in run(job):
+            assert isinstance(problem, EngineDeadError | EngineGenerateError)
+            assert "a listener is broken" in str(problem)
+
+
+def test_an_engine_that_has_lost_a_process_is_dead(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor-parallel one raises `EngineDeadError` at every step from then on."""
+
+    def lost(self: Engine) -> Any:
+        raise EngineDeadError("the process of rank 1 has ended")
+
+    with served(tiny) as engine:
+        monkeypatch.setattr(Engine, "step", lost)
+
+        async def job() -> None:
+            with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+                await last(engine, PROMPTS[0], "a")
+            with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+                await engine.check_health()
 
         run(job)
 

@@ -19,8 +19,17 @@ import minillm.trace.request_metrics
 from minillm import LLM, RequestOutput, SamplingParams
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineArgs
+from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import CheckpointError, ConfigError, MinillmError, PromptError, RequestTooLargeError
+from minillm.engine.step_rows import StepRows
+from minillm.errors import (
+    CheckpointError,
+    ConfigError,
+    MinillmError,
+    NonFiniteLogitsError,
+    PromptError,
+    RequestTooLargeError,
+)
 from minillm.llm_engine import LLMEngine
 from minillm.ops.paged_attention import paged_attention
 from minillm.outputs import tokens_per_forward
@@ -293,6 +302,94 @@ def test_what_ended_in_an_interrupted_step_is_returned_by_the_next(tiny: TinyPai
     assert [[last[name].outputs[0].token_ids] for name in "abc"] == expected(tiny)
     assert all(last[name].finished for name in "abc")
     settled(llm)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_an_interrupt_while_outputs_are_made_loses_none(
+    tiny: TinyPair, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two end in one step, and another goes on."""
+    llm = engine(tiny)
+    for name, tokens in (("a", 3), ("b", 3), ("c", 6)):
+        llm.add_request(name, PROMPTS[0], replace(GREEDY, max_tokens=tokens))
+    make, ended = llm.output, []
+
+    def interrupted(group: Sequence[Request]) -> RequestOutput:
+        made = make(group)
+        if made.finished and made.request_id not in ended:
+            ended.append(made.request_id)
+            if len(ended) == place:
+                raise KeyboardInterrupt
+        return made
+
+    monkeypatch.setattr(llm, "output", interrupted)
+    told: list[str] = []
+    interrupts = 0
+    while llm.has_unfinished_requests():
+        try:
+            told += [output.request_id for output in llm.step() if output.finished]
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1 and sorted(told) == ["a", "b", "c"]
+    settled(llm)
+
+
+def test_an_interrupt_while_a_request_ends_loses_no_output(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the drafter learns from the output, and another request goes on."""
+    llm = engine(tiny, speculative_config={"method": "suffix"})
+    llm.add_request("a", PROMPTS[0], replace(GREEDY, max_tokens=3))
+    llm.add_request("b", PROMPTS[1], replace(GREEDY, max_tokens=60))
+
+    def interrupted(request: Request) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.drafter, "request_finished", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            llm.step()
+    assert "a" in [output.request_id for output in llm.step() if output.finished]
+    assert llm.has_unfinished_requests()
+    llm.add_request("a", PROMPTS[0], GREEDY)  # the id is free again
+    assert len(drain(llm)["a"].outputs[0].token_ids) == 12
+
+
+def test_an_interrupted_abort_can_be_repeated(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    llm.add_request("a", PROMPTS[0], replace(WARM, n=2))
+    llm.step()
+    llm.engine.listeners.append(Stop(RequestFinished))
+    with pytest.raises(KeyboardInterrupt):
+        llm.abort_request("a")
+    llm.abort_request("a")
+    settled(llm)
+
+
+def test_broken_logits_of_one_request_stop_all_until_it_is_aborted(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = expected(tiny)[0]
+    forward = Engine._run
+
+    def forward_or_nan(self: Engine, scheduled: Any) -> Any:
+        logits, hidden = forward(self, scheduled)
+        logits = logits.clone()  # a normal tensor, which can be written to
+        for item, part in zip(scheduled, StepRows(scheduled, logits).by_request, strict=True):
+            if item.request.request_id == "bad":
+                part.fill_(float("nan"))
+        return logits, hidden
+
+    monkeypatch.setattr(Engine, "_run", forward_or_nan)
+    llm = engine(tiny)
+    llm.add_request("good", PROMPTS[0], GREEDY)
+    llm.add_request("bad", PROMPTS[1], GREEDY)
+    for _ in range(2):
+        with pytest.raises(NonFiniteLogitsError) as caught:
+            llm.step()
+        assert caught.value.request_id == "bad"
+        assert llm.engine.requests["good"].num_output_tokens == 0
+    llm.abort_request(caught.value.request_id)
+    assert [drain(llm)["good"].outputs[0].token_ids] == alone
 
 
 @pytest.mark.parametrize("place", [1, 2, 3])

@@ -15,7 +15,7 @@ EXTENSION = "minillm.complete"
 FRONT_END = Path(__file__).parent / "labextension"
 """The folder of the prebuilt front end, as JupyterLab's option `extra_labextensions_path` expects it."""
 ON = "MINILLM_COMPLETE"
-"""The variable that turns suggestions on where the user has not chosen in JupyterLab's settings."""
+"""The variable that, as `1`, turns suggestions on where the user has not chosen in JupyterLab's settings."""
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:

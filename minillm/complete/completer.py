@@ -45,6 +45,11 @@ class Completer:
         """Whether the model is being loaded now."""
         return self._loading is not None and not self._loading.done()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the model could not be loaded."""
+        return self._loading is not None and self._loading.done() and self.engine is None
+
     async def complete(self, gap: Gap, max_tokens: int) -> Suggestion:
         """What the model writes into `gap`. Cancelling it aborts the request in the engine.
 

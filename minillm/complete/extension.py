@@ -26,4 +26,4 @@ def _load_jupyter_server_extension(server_app: ServerApp) -> None:
         ],
     )
     page = server_app.web_app.settings.setdefault("page_config_data", {})
-    page["minillmComplete"] = "on" if os.environ.get(ON) else "off"
+    page["minillmComplete"] = "on" if os.environ.get(ON) == "1" else "off"

@@ -98,12 +98,15 @@ class CompletionHandler(_Handler):
             return TOO_LARGE, _error(f"the code has {len(body):,} bytes; the limit is {MAX_BODY_BYTES:,}")
         try:
             asked = msgspec.json.decode(body, type=CompletionBody)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            return BAD_REQUEST, _error(problem)
+        try:
             await asyncio.to_thread(import_module, COMPLETER)  # the first time it imports PyTorch, which takes seconds
             found = await self.lazy.completer.complete(Gap(asked.prefix, asked.suffix), asked.max_tokens)
-        except (msgspec.DecodeError, PromptError) as problem:
+        except PromptError as problem:
             return BAD_REQUEST, _error(problem)
         except ConfigError as problem:
-            return (BAD_REQUEST if self.lazy.completer.engine else UNAVAILABLE), _error(problem)
+            return (UNAVAILABLE if self.lazy.completer.has_failed else BAD_REQUEST), _error(problem)
         except MinillmError as problem:
             return UNAVAILABLE, _error(problem)
         except Exception as problem:

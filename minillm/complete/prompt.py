@@ -81,16 +81,13 @@ def gap_prompt(tokenizer: Tokenizer, model: str, gap: Gap, limit: int) -> GapPro
 def end_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
     """The end of `text`, with at most `limit` tokens. It begins at a line if there is one to begin at."""
     step = max(1, limit // STEPS)
-    begin = _whole_steps(len(text) - limit * CHARACTERS_PER_TOKEN, step * CHARACTERS_PER_TOKEN)
-    kept = text[begin:]
+    kept = _from_line(text, _whole_steps(len(text) - limit * CHARACTERS_PER_TOKEN, step * CHARACTERS_PER_TOKEN))
     while True:
         encoded = tokenizer.backend.encode(kept)
         drop = _whole_steps(len(encoded.ids) - limit, step)
         if not drop:
             return kept
-        begin = encoded.offsets[min(drop, len(encoded.ids) - 1)][0] or 1
-        line = kept.find("\n", begin - 1) + 1
-        kept = kept[line if 0 < line < len(kept) else begin :]
+        kept = _from_line(kept, encoded.offsets[min(drop, len(encoded.ids) - 1)][0] or 1)
 
 
 def start_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
@@ -101,6 +98,14 @@ def start_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
         return text
     text = text[: encoded.offsets[limit][0]]
     return text[: text.rfind("\n") + 1] or text
+
+
+def _from_line(text: str, begin: int) -> str:
+    """`text` from the first line that starts at character `begin` or later; from `begin` if none does."""
+    if begin == 0:
+        return text
+    line = text.find("\n", begin - 1) + 1
+    return text[line if 0 < line < len(text) else begin :]
 
 
 def _whole_steps(excess: int, step: int) -> int:

@@ -316,10 +316,12 @@ class Engine:
     def _finish(self, request: Request) -> None:
         reason = request.finish_reason
         self.scheduler.remove(request, "aborted" if reason == "abort" else "finished")
-        del self.requests[request.request_id]
-        if self.drafter is not None:
-            self.drafter.request_finished(request)
-        self.emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
+        try:
+            if self.drafter is not None:
+                self.drafter.request_finished(request)
+        finally:  # whatever stops the drafter, the request has ended, and the listeners are told
+            del self.requests[request.request_id]
+            self.emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
 
 
 def _copy_blocks(runner: ModelRunner, drafter: Drafter | None, pairs: Sequence[tuple[int, int]]) -> None:

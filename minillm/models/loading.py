@@ -47,6 +47,11 @@ def load_config(folder: Path) -> ModelConfig:
 
     Raises `CheckpointError` if `config.json` is missing or describes a model that minillm cannot run.
     """
+    if (folder / "adapter_config.json").exists():  # first: beside an adapter there may be no config.json
+        raise CheckpointError(
+            f"{folder} contains an adapter (adapter_config.json), which minillm cannot apply; merge it into the "
+            "model with peft's merge_and_unload() and save the result"
+        )
     try:
         stored = read_json(folder / "config.json")
         if is_minillm_format(stored.get("quantization_config")):
@@ -54,11 +59,6 @@ def load_config(folder: Path) -> ModelConfig:
         config = model_config(stored)
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}: {problem}") from None
-    if (folder / "adapter_config.json").exists():
-        raise CheckpointError(
-            f"{folder} contains an adapter (adapter_config.json), which minillm cannot apply; merge it into the "
-            "model with peft's merge_and_unload() and save the result"
-        )
     generation_config = folder / "generation_config.json"
     if not (generation_config.exists() or generation_config.is_symlink()):
         return config
@@ -103,15 +103,16 @@ def load_model(
     still have `dtype`. PyTorch cannot run such a model until `cast_model` has cast it.
 
     Tensors are copied from the file to their rows of the model a megabyte at a time, on the CPU or to a GPU, so the
-    memory needed beside the model does not grow with it (see `staging`). Raises `CheckpointError`, before any weight is
-    read, if a tensor is missing, unexpected or of a shape other than `config.json` implies; `ConfigError` if
-    `quantization` contradicts the stored scheme; `UnsupportedError` if the scheme is unknown or cannot be applied while
-    loading.
+    memory needed beside the model does not grow with it (see `staging`). Raises `CheckpointError`, before memory for
+    the model is taken, if a tensor is missing, unexpected or of a shape other than `config.json` implies; `ConfigError`
+    if `quantization` contradicts the stored scheme; `UnsupportedError` if the scheme is unknown or cannot be applied
+    while loading.
     """
     folder = resolve(str(name_or_folder))
+    config = load_config(folder)
     shards = Shards(folder)
     staging = Staging(shards, device)
-    config = _untie_if_stored_apart(load_config(folder), shards)
+    config = _untie_if_stored_apart(config, shards)
     stored = stored_scheme(folder)
     scheme = choose_scheme(str(name_or_folder), quantization, stored)
     parts = stored_parts(config)
@@ -133,8 +134,7 @@ def load_model(
 def open_full_precision(folder: Path, device: torch.device | str) -> tuple[ModelConfig, Staging]:
     """The configuration of a checkpoint, and its tensors, for a caller that loads a part of them.
 
-    Raises `CheckpointError` as `load_model` does, before any weight is read; `UnsupportedError` for a quantised
-    checkpoint.
+    Raises `CheckpointError` as `load_model` does, `UnsupportedError` for a quantised checkpoint.
     """
     if (stored := stored_scheme(folder)) is not None:
         raise UnsupportedError(

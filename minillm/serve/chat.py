@@ -112,12 +112,10 @@ class ChatJob:
         try:
             for index in range(self.params.n):
                 role = {"role": "assistant", "content": ""}
-                first = self._chunk([ChatChunkChoice(index=index, delta=role, finish_reason=None)], None)
+                piece = ChatChunkChoice(index=index, delta=role, finish_reason=None)
+                first = self._chunk([piece], self._running_usage(0))
                 if self.body.return_token_ids:
                     first.prompt_token_ids = self.prompt["prompt_token_ids"]
-                if self.body.wants_running_usage:
-                    num_tokens = len(self.prompt["prompt_token_ids"])
-                    first.usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
                 yield event(first)
             async for _, output in batch.outputs():
                 for choice in output.outputs:
@@ -125,12 +123,18 @@ class ChatJob:
                     if stream.ended or (delta := stream.advance(choice)) is None:
                         continue
                     piece = self._piece(choice, delta)
-                    yield event(self._chunk([piece], batch if self.body.wants_running_usage else None))
+                    yield event(self._chunk([piece], self._running_usage(len(choice.token_ids))))
             if self.body.wants_usage:
-                yield event(self._chunk([], batch))
+                yield event(self._chunk([], batch.usage()))
         except Exception as problem:
             yield error_event(problem)
         yield END
+
+    def _running_usage(self, num_tokens: int) -> Usage | None:
+        """The tokens of a choice that has `num_tokens` so far; None if the chunks carry no counts."""
+        if not self.body.wants_running_usage:
+            return None
+        return Usage.of_choice(len(self.prompt["prompt_token_ids"]), num_tokens)
 
     def _piece(self, choice: CompletionOutput, delta: Delta) -> ChatChunkChoice:
         piece = ChatChunkChoice(index=choice.index, delta={"content": delta.text}, finish_reason=choice.finish_reason)
@@ -142,8 +146,8 @@ class ChatJob:
             piece.token_ids = delta.token_ids
         return piece
 
-    def _chunk(self, choices: list[ChatChunkChoice], counted: PromptBatch | None) -> ChatChunk:
-        fields = {"usage": counted.usage()} if counted else {}
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
+        fields = {"usage": usage} if usage else {}
         return ChatChunk(
             id=self.id,
             object="chat.completion.chunk",

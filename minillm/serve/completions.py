@@ -35,6 +35,9 @@ class CompletionJob:
         if body.logprobs is not None and not settings.allows_logprobs(body.logprobs):
             limit = settings.max_logprobs
             raise ApiError(f"logprobs={body.logprobs} must be from 0 to {limit} on this server", param="logprobs")
+        if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
+            message = f"max_tokens={body.max_tokens} must be at least 1, or 0 with echo; left out, it is 16"
+            raise ApiError(message, param="max_tokens")
         self.engine = engine
         self.body = body
         self.model = settings.model_names[0]
@@ -141,15 +144,19 @@ class CompletionJob:
                     piece = self._piece(number, output, choice, delta, offsets.get(index, 0), is_first)
                     if piece.logprobs is not None and piece.logprobs.tokens:
                         offsets[index] = piece.logprobs.text_offset[-1] + len(piece.logprobs.tokens[-1])
-                    yield event(self._chunk([piece], batch if self.body.wants_running_usage else None))
+                    usage = None
+                    if self.body.wants_running_usage:
+                        num_tokens = 0 if self.prompt_only else len(choice.token_ids)
+                        usage = Usage.of_choice(len(output.prompt_token_ids), num_tokens)
+                    yield event(self._chunk([piece], usage))
             if self.body.wants_usage:
-                yield event(self._chunk([], batch))
+                yield event(self._chunk([], self._usage(batch)))
         except Exception as problem:
             yield error_event(problem)
         yield END
 
-    def _chunk(self, choices: list[CompletionChoice], counted: PromptBatch | None) -> Completion:
-        fields = {"usage": self._usage(counted)} if counted else {}
+    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        fields = {"usage": usage} if usage else {}
         return Completion(
             id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices, **fields
         )

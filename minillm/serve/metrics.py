@@ -102,13 +102,18 @@ class ServerMetrics:
 
     def _added(self, event: RequestAdded) -> None:
         self.prompt_tokens.inc(len(event.prompt_token_ids))
-        if self.engine.llm_engine.engine.scheduler.config.enable_prefix_caching:
+        if self._has_prefix_cache:
             self.cache_queries.inc(len(event.prompt_token_ids))
         self._new.add(event.request_id)
 
     def _shared(self, event: BlocksShared) -> None:
-        if event.request_id in self._new:  # a preempted request finds its own blocks
+        if self._has_prefix_cache and event.request_id in self._new:  # a preempted request finds its own blocks
             self.cache_hits.inc(event.num_tokens)
+
+    @property
+    def _has_prefix_cache(self) -> bool:
+        """Without it, forks share blocks all the same, but nothing is looked up."""
+        return bool(self.engine.llm_engine.engine.scheduler.config.enable_prefix_caching)
 
     def _ran(self, event: StepRan) -> None:
         if self._new:

@@ -8,7 +8,7 @@ A field that OpenAI or vLLM has and minillm lacks is refused if its value asks f
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -68,6 +68,13 @@ IGNORED = frozenset(
     }
 )
 """Fields about OpenAI's own service: its books, its caches, its price."""
+MAX_STOPS = 4
+"""The most stop strings, as in OpenAI's API and in vLLM: each costs a search at every token."""
+
+# A list is read up to its first wrong item: an error for each of a million items would fill the memory.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -76,7 +83,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     """In a last chunk without choices."""
     continuous_usage_stats: bool = False
-    """With `include_usage`: in every chunk (vLLM's extension)."""
+    """With `include_usage`: in every chunk, those of its choice (vLLM's extension)."""
 
 
 class GenerationRequest(BaseModel):
@@ -91,7 +98,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[Texts, Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -100,7 +107,7 @@ class GenerationRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -157,12 +164,12 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     """A text or token ids, or several of either; each gets `n` choices."""
     suffix: str | None = None
     """The text after the gap; the model fills the gap between `prompt` and `suffix`."""
     max_tokens: int | None = 16
-    """0 with `echo` returns the prompt alone."""
+    """0 with `echo` returns the prompt alone. None: 16."""
     logprobs: int | None = Field(default=None, ge=-1)
     """How many of the most likely tokens to report at each position; -1: all, if the server sets no limit."""
     echo: bool | None = False
@@ -179,19 +186,22 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Parts | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it, with the parts of its content joined.
 
-        Raises `ApiError` for a part that is not text.
+        Raises `ApiError` for a part that is not text, or has none.
         """
         content = self.content
         if isinstance(content, list):
             for part in content:
-                if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    kind = part.get("type")
+                kind, text = part.get("type"), part.get("text")
+                if kind != "text":
                     raise ApiError(f"a message has a part of type {kind!r}; this model reads text", param="messages")
+                if not isinstance(text, str):
+                    given = type(text).__name__
+                    raise ApiError(f"a part of type 'text' needs a string as its text, not {given}", param="messages")
             content = "".join(part["text"] for part in content)
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
@@ -199,7 +209,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     """The older name of `max_completion_tokens`. Neither: what the checkpoint's `generation_config.json`

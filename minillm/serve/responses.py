@@ -17,12 +17,21 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """The tokens of a request, over all its prompts and choices."""
+    """The tokens of a request, over all its prompts and choices; in a chunk with a choice, those of that choice."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+
+    @classmethod
+    def of_choice(cls, num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
+        """The tokens of one choice so far."""
+        return cls(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_completion_tokens,
+            total_tokens=num_prompt_tokens + num_completion_tokens,
+        )
 
 
 class CompletionLogprobs(BaseModel):

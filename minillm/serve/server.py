@@ -62,7 +62,6 @@ def check_log_level(name: str) -> None:
         raise ConfigError(f"--uvicorn-log-level {name} must be one of {levels}")
 
 
-def url_of(listener: socket.socket) -> str:
-    """Where the server is reached."""
-    host, port = listener.getsockname()[:2]
+def url_of(host: str, port: int) -> str:
+    """Where a server is reached. An IPv6 address is written in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -20,6 +20,7 @@ from minillm.llm import LLM
 from minillm.ops.cpu.panels import pack
 from minillm.ops.cpu.simd import LANES
 from minillm.outputs import RequestOutput
+from minillm.request import Request
 from minillm.sampling import SamplingParams
 from minillm.teaching.drives.triton_kernels import interpreting
 from minillm.trace import Event, StepRan
@@ -54,6 +55,10 @@ class _Watched:
         self._mark("Detokenised")
         return text
 
+    def restart(self) -> None:
+        """See `minillm.tokenizer.Detokenizer.restart`."""
+        self._inner.restart()
+
 
 def record_marks(
     llm: LLM, prompt: str, params: SamplingParams, clock: Callable[[], float] = time.perf_counter
@@ -62,11 +67,20 @@ def record_marks(
 
     A mark is (seconds, event): `Start`; the names of the engine's events, `StepRan` with the kind of its work
     (`StepRan prefill`, `StepRan decode`, `StepRan verify`); `Committing` before and `Detokenised` after each token
-    becomes text; `End`. Raises `LessonError` for `n` above 1, whose steps belong to several completions.
+    becomes text; `End`. If it is interrupted, its request is aborted.
+
+    Raises:
+        LessonError: the steps would belong to several completions: `n` above 1, or requests in the engine already.
     """
     if params.n != 1:
         raise LessonError(f"n={params.n} completions share their steps, so their times cannot be separated; use n=1")
+    if others := list(llm.engine.requests):
+        raise LessonError(
+            f"the engine has other requests ({', '.join(others)}), whose steps would be timed too; run or abort them "
+            "first"
+        )
     marks: Marks = []
+    group: list[Request] = []
 
     def mark(name: str) -> None:
         marks.append((clock(), name))
@@ -77,15 +91,17 @@ def record_marks(
     llm.engine.listeners.append(note)
     try:
         mark("Start")
-        [request] = llm.submit(prompt, params)
+        group = llm.submit(prompt, params)
+        [request] = group
         if request.detokenizer is not None:
             request.detokenizer = _Watched(request.detokenizer, mark)
         while not request.finished:
             llm.engine.step()
-        output = llm.llm_engine.output([request])
+        output = llm.llm_engine.output(group)
         mark("End")
     finally:
         llm.engine.listeners.remove(note)
+        llm.llm_engine.discard(group)
     return marks, output
 
 
@@ -104,7 +120,7 @@ def race(
 
     Engines in `warm` have just completed the same prompt; the others start with an empty prefix cache. An engine that
     has not run yet completes the prompt once before the first round, which is not counted. Raises `LessonError` if the
-    parts of a run do not sum to its time, or the number of tokens is wrong.
+    parts of a run do not sum to its time, the number of tokens is wrong, or an engine has other requests.
     """
     runs: dict[str, list[Parts]] = {name: [] for name in engines}
     for llm in engines.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Container
+from copy import copy
 from dataclasses import dataclass
 
 from minillm.trace import (
@@ -20,7 +21,7 @@ from minillm.trace import (
 )
 
 MAX_ENDED_PROMPTS = 1000
-"""How many ended prompts keep their metrics until `pop`. After `LLM.submit`, `pop` may never be called."""
+"""How many ended prompts keep their metrics until `forget`. After `LLM.submit`, it may never be called."""
 
 
 @dataclass
@@ -85,7 +86,7 @@ class MetricsWatcher:
         self._running: Counter[str] = Counter()
         """The number of unfinished completions of each prompt."""
         self._ended: set[str] = set()
-        """Prompts that have ended and are not taken or popped yet."""
+        """Prompts that have ended and are not forgotten yet."""
         self._prefilled: set[str] = set()
         """Completions with a prefill in this step."""
 
@@ -99,7 +100,7 @@ class MetricsWatcher:
                 self._drop_oldest()
                 name = prompt_id_of(event.request_id)
                 if not self.is_running(name):  # an ended prompt may have had the same id
-                    self.pop(name)
+                    self.forget(name)
                     self.requests[name] = RequestMetrics(arrival_time=now)
                 self._running[name] += 1
             case StepRan():
@@ -150,22 +151,24 @@ class MetricsWatcher:
         """Keep `MAX_ENDED_PROMPTS`. Not called when a prompt ends: a step may end more than these, and the caller asks
         for their metrics after it."""
         while len(self.requests) - len(self._running) > MAX_ENDED_PROMPTS:
-            self.pop(next(request_id for request_id in self.requests if request_id not in self._running))
+            self.forget(next(request_id for request_id in self.requests if request_id not in self._running))
 
     def is_running(self, name: str) -> bool:
         """Whether a completion of this prompt is unfinished."""
         return name in self._running
 
-    def take_ended(self, names: Container[str]) -> list[str]:
-        """Those of the prompts `names` that have ended and were not taken before."""
-        found = [name for name in self._ended if name in names]
-        self._ended.difference_update(found)
-        return found
+    def ended_among(self, names: Container[str]) -> list[str]:
+        """Those of the prompts `names` that have ended and are not forgotten yet."""
+        return [name for name in self._ended if name in names]
 
-    def pop(self, name: str) -> RequestMetrics:
-        """Remove and return the metrics of an ended prompt."""
+    def of(self, name: str) -> RequestMetrics:
+        """A copy of the metrics of a prompt as they are now."""
+        return copy(self.requests.get(name) or RequestMetrics())
+
+    def forget(self, name: str) -> None:
+        """Forget an ended prompt."""
         self._ended.discard(name)
-        return self.requests.pop(name, None) or RequestMetrics()
+        self.requests.pop(name, None)
 
 
 def prompt_id_of(request_id: str) -> str:

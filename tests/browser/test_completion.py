@@ -125,6 +125,9 @@ def test_ghost_text_appears_and_tab_takes_it(page: Page, completing_lab: Lab) ->
     )
     photograph(page, "completion_3_panel")
 
+    page.evaluate(SHOW)  # a panel that is open comes to the front
+    page.wait_for_function("() => window.jupyterapp.shell.currentWidget.id === 'minillm-completion-panel'")
+
 
 def test_the_text_before_the_cursor_is_whole_behind_an_emoji(page: Page, completing_lab: Lab) -> None:
     text = "# 🙂🙂 of a name"

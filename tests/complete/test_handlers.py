@@ -21,7 +21,7 @@ from tornado.tcpclient import TCPClient
 
 from minillm.complete.completer import Completer
 from minillm.complete.handlers import LazyCompleter
-from minillm.errors import CheckpointError
+from minillm.errors import CheckpointError, ConfigError
 from tests.complete.test_completer import CODE, engine_of
 from tests.conftest import TinyPair
 
@@ -43,7 +43,7 @@ class Jupyter:
         return await AsyncHTTPClient().fetch(
             f"http://127.0.0.1:{self.port}/minillm/complete{path}",
             method="GET" if body is None else "POST",
-            body=body if body is None or isinstance(body, str) else json.dumps(body),
+            body=body if body is None or isinstance(body, str | bytes) else json.dumps(body),
             headers={**XSRF, **({"Authorization": f"token {token}"} if token else {})},
             raise_error=False,
             request_timeout=PATIENCE_S,
@@ -138,6 +138,8 @@ def test_the_page_is_told_whether_suggestions_are_on(tiny, tmp_path, monkeypatch
 
     expected = "off"
     served(tiny, tmp_path, monkeypatch, job)
+    monkeypatch.setenv("MINILLM_COMPLETE", "0")
+    served(tiny, tmp_path, monkeypatch, job)
     monkeypatch.setenv("MINILLM_COMPLETE", "1")
     expected = "on"
     served(tiny, tmp_path, monkeypatch, job)
@@ -165,6 +167,7 @@ def test_a_closed_connection_ends_its_request(tiny, tmp_path, monkeypatch) -> No
     ("body", "code", "message"),
     [
         ("{", 400, "Input data was truncated"),
+        (b'{"prefix": "\xff"}', 400, "utf-8"),
         ({}, 400, "prefix"),
         ({"prefix": 3}, 400, "Expected `str`"),
         ({"prefix": "x", "model": "y"}, 400, "unknown field `model`"),
@@ -175,17 +178,18 @@ def test_a_closed_connection_ends_its_request(tiny, tmp_path, monkeypatch) -> No
 )
 def test_a_bad_request_is_told_what_is_wrong(tiny, tmp_path, monkeypatch, body, code, message) -> None:
     async def job(jupyter: Jupyter) -> None:
-        if code == 400:
+        for _ in range(2):  # before the model is loaded, and after it
+            answer = await jupyter.ask("", body)
+            assert answer.code == code and message in json.loads(answer.body)["error"]
             await jupyter.ask("", {"prefix": CODE, "max_tokens": 1})
-        answer = await jupyter.ask("", body)
-        assert answer.code == code and message in json.loads(answer.body)["error"]
 
     served(tiny, tmp_path, monkeypatch, job)
 
 
-def test_a_missing_model_is_named(tiny, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [CheckpointError, ConfigError])
+def test_a_missing_model_is_named(tiny, tmp_path, monkeypatch, kind) -> None:
     def load() -> None:
-        raise CheckpointError("no bundled model is called 'minimus'")
+        raise kind("no bundled model is called 'minimus'")
 
     async def job(jupyter: Jupyter) -> None:
         answer = await jupyter.ask("", {"prefix": CODE})

@@ -96,6 +96,14 @@ def test_a_long_line_is_cut_inside(fills: Tokenizer) -> None:
     assert set(kept) == {"é"} and 0 < len(fills.encode(kept)) <= 50
 
 
+def test_a_text_of_long_tokens_begins_at_a_line(fills: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cut off before it is tokenised is then enough."""
+    monkeypatch.setattr("minillm.complete.prompt.CHARACTERS_PER_TOKEN", 1)
+    text = "".join(LINES)
+    kept = end_of(fills, text, 200)
+    assert kept and text.endswith(kept) and text[len(text) - len(kept) - 1] == "\n"
+
+
 def test_the_text_after_the_gap_ends_with_a_line(fills: Tokenizer) -> None:
     kept = start_of(fills, "".join(LINES), 60)
     assert kept and "".join(LINES).startswith(kept) and kept.endswith("\n")

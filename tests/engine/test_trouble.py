@@ -222,7 +222,7 @@ class InterruptAt:
         return self._line
 
     SAFE = ("recover", "reclaim", "abort", "_finish", "step", "remove", "drop_cache", "trace")
-    """Cleaning up itself: a second stop while the first is handled is not promised to be clean."""
+    """What also runs while a stop is handled: a second one meanwhile is not promised to be clean."""
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line" and not self.fired:

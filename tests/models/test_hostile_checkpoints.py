@@ -294,6 +294,9 @@ def test_a_tensor_that_two_files_have_is_refused(folder: Path) -> None:
 def test_an_adapter_is_not_passed_over(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert "contains an adapter (adapter_config.json)" in outcome(folder)
+    (folder / "config.json").unlink()  # as peft saves it: the adapter alone
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    assert "contains an adapter (adapter_config.json)" in outcome(folder)
 
 
 @pytest.mark.parametrize("method", ["int8", "int4"])
@@ -309,12 +312,21 @@ def test_what_quantisation_says_of_itself_may_be_anything(tiny: TinyPair, tmp_pa
     assert bad(outcomes(folder, "config.json", texts)) == []
 
 
-@pytest.mark.parametrize("content", ["", "[]", "7", "{", DEEP, '{"tokenizer_class": 7}', '{"added_tokens_decoder": 3}'])
-def test_a_broken_tokenizer_config_is_refused_by_those_who_need_it(folder: Path, content: str) -> None:
-    """The engine reads `tokenizer.json` alone; `get_tokenizer` hands out what transformers makes of all the files."""
+@pytest.mark.parametrize("content", ["", "[]", "7", "{", DEEP])
+def test_a_tokenizer_config_that_is_no_object_is_refused(folder: Path, content: str) -> None:
     (folder / "tokenizer_config.json").write_text(content)
-    llm = LLM(str(folder), device="cpu", enforce_eager=True)
-    ask: Callable[[], Any] = llm.get_tokenizer
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is (not JSON|no JSON object)"):
+        LLM(str(folder), device="cpu", enforce_eager=True)
+
+
+@pytest.mark.parametrize("content", ['{"tokenizer_class": 7}', '{"added_tokens_decoder": 3}'])
+def test_what_only_transformers_reads_of_a_tokenizer_config_does_not_stop_the_engine(
+    folder: Path, content: str
+) -> None:
+    """`get_tokenizer` hands out what transformers makes of all the files, or says that it makes nothing of them."""
+    (folder / "tokenizer_config.json").write_text(content)
+    assert outcome(folder) == "runs"
+    ask: Callable[[], Any] = LLM(str(folder), device="cpu", enforce_eager=True).get_tokenizer
     try:
         ask()
     except CheckpointError as problem:

@@ -106,7 +106,7 @@ def running_server(
     server = make_server(app, shutdown_timeout, "warning", access_log=False)
     thread = Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    running = RunningServer(url_of(listener), engine, server, thread)
+    running = RunningServer(url_of(*listener.getsockname()[:2]), engine, server, thread)
     try:
         running.wait_until(lambda: server.started)
         yield running

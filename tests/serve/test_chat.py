@@ -15,6 +15,8 @@ from tests.serve.running_server import NAME, RunningServer, add_beginning, runni
 import openai
 
 from minillm import LLM, SamplingParams
+from minillm.serve.http_errors import ApiError
+from minillm.serve.requests import ChatMessage
 from tests.conftest import TinyPair
 
 TEMPLATE = (
@@ -108,6 +110,25 @@ def test_every_chunk_carries_the_counts_if_asked_for(server: RunningServer, expe
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {len(expected.prompt_token_ids)}
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and (counts[0], counts[-1]) == (0, LENGTH)
+
+
+def test_the_counts_in_a_chunk_are_those_of_its_choice(server: RunningServer, expected: Any) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    two = {**GREEDY, "temperature": 1, "n": 2}
+    chunks = list(
+        server.client().chat.completions.create(messages=MESSAGES, stream=True, stream_options=options, **two)
+    )
+    assert {chunk.choices[0].index: chunk.usage.completion_tokens for chunk in chunks[:-1]} == {0: LENGTH, 1: LENGTH}
+    assert chunks[-1].usage.completion_tokens == 2 * LENGTH
+    num_prompt_tokens = len(expected.prompt_token_ids)
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {num_prompt_tokens}
+    assert {chunk.usage.total_tokens - chunk.usage.completion_tokens for chunk in chunks} == {num_prompt_tokens}
+
+
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 5}])
+def test_a_part_of_text_without_text_is_refused(part: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=r"a part of type 'text' needs a string as its text, not (NoneType|int)"):
+        ChatMessage(role="user", content=[part]).for_template()
 
 
 def test_parts_of_text_are_joined_and_an_image_is_refused(server: RunningServer, expected: Any) -> None:

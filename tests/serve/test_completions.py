@@ -218,6 +218,22 @@ def test_usage_comes_last_in_a_stream_if_asked_for(server: RunningServer) -> Non
     assert all(chunk.usage is None for chunk in chunks)
 
 
+def test_the_counts_in_a_chunk_are_those_of_its_choice(server: RunningServer, offline: LLM) -> None:
+    usage: Any = {"include_usage": True, "continuous_usage_stats": True}
+    options = {**GREEDY, "temperature": 1, "n": 2, "prompt": PROMPTS[:2]}
+    _, chunks = streamed(server, stream_options=usage, **options)
+    lengths = [len(offline.engine.tokenizer.encode(prompt)) for prompt in PROMPTS[:2]]
+    assert lengths[0] != lengths[1]
+    found = {}
+    for chunk in chunks[:-1]:
+        counts = chunk.usage
+        found[chunk.choices[0].index] = counts.completion_tokens
+        assert counts.prompt_tokens == lengths[chunk.choices[0].index // 2]
+        assert counts.total_tokens == counts.prompt_tokens + counts.completion_tokens
+    assert found == dict.fromkeys(range(4), LENGTH)
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (sum(lengths), 4 * LENGTH)
+
+
 def test_a_stream_is_server_sent_events_that_end_with_done(server: RunningServer) -> None:
     answer = server.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")

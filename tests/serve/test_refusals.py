@@ -12,9 +12,12 @@ from tests.serve.running_server import NAME, RunningServer, running_server  # is
 
 import httpx
 import openai
+from fastapi.exceptions import RequestValidationError
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
 
+from minillm.serve.http_errors import describe
 from minillm.serve.requests import IGNORED, UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest
 from minillm.serve.settings import ServerSettings
 from tests.conftest import TinyPair
@@ -42,7 +45,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({}, "prompt: Field required", "prompt"),
     ({"prompt": 5}, "prompt", "prompt"),
     ({"prompt": "a", "max_tokens": "many"}, "max_tokens: Input should be a valid integer", "max_tokens"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: must be an integer from 1", None),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 must be at least 1, or 0 with echo", "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens=-1 must be at least 1", "max_tokens"),
     ({"prompt": "a", "max_tokens": 300}, "over the context of 256", None),
     ({"prompt": "a", "temperature": 3}, "temperature=3.0: must be a number from 0", None),
     ({"prompt": "a", "n": 0}, "n=0: must be an integer from 1", None),
@@ -66,6 +70,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": ["a"], "suffix": "b"}, "suffix needs one prompt", "suffix"),
     ({"prompt": "a", "suffix": "<|fim_middle|>"}, "marks the gap itself", None),
     ({"prompt": "a", "stop": [""]}, "stop", None),
+    ({"prompt": "a", "stop": list("abcde")}, "at most 4 items", "stop"),
 ]
 
 
@@ -81,6 +86,25 @@ def test_a_bad_field_is_named(server: RunningServer, body: dict[str, Any], messa
         content = json.dumps({**body, "stream": stream})
         answer = server.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
         refused(answer, 400, message, param)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, {"prompt": [0.5] * 3000}, "prompt"),
+        (CompletionRequest, {"prompt": [[0.5] * 50] * 50}, "prompt"),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["b"] * 3000}, "stop_token_ids"),
+        (ChatRequest, {"messages": [{}] * 3000}, "messages"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [5] * 3000}]}, "messages"),
+    ],
+)
+def test_a_long_list_of_wrong_items_gets_a_short_answer(
+    kind: type[GenerationRequest], body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind(**body)
+    message, _, first = describe(RequestValidationError(caught.value.errors()))
+    assert len(message) < 500 and first == param
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

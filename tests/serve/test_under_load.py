@@ -183,6 +183,13 @@ def metric(server: RunningServer, name: str) -> float:
     return float(value)
 
 
+def test_without_a_prefix_cache_nothing_is_looked_up_and_nothing_is_found(tiny: TinyPair) -> None:
+    """The second choice shares the blocks of the first one's prompt all the same."""
+    with running_server(tiny.target, enable_prefix_caching=False) as server:
+        server.client().completions.create(prompt=PROMPTS[2], **{**GREEDY, "temperature": 1, "n": 2})
+        assert metric(server, "prefix_cache_queries_total") == metric(server, "prefix_cache_hits_total") == 0
+
+
 def test_metrics_count_what_the_clients_saw(tiny: TinyPair) -> None:
     speculative = {"method": "ngram", "prompt_lookup_min": 1}
     with running_server(tiny.target, speculative_config=speculative) as server:

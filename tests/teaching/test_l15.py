@@ -93,9 +93,41 @@ def test_nobody_listens_any_more_when_it_is_over(engine: LLM):
     assert list(engine.engine.listeners) == before
 
 
+def clock_that_is_interrupted(place: int):
+    """A counting clock at whose look number `place` the stop button is pressed."""
+    looks = itertools.count(1)
+
+    def clock() -> int:
+        look = next(looks)
+        if look == place:
+            raise KeyboardInterrupt
+        return look
+
+    return clock
+
+
+def test_an_interrupt_leaves_no_request_in_the_engine(engine: LLM):
+    """At every event of the first steps, also where a token becomes text."""
+    before = list(engine.engine.listeners)
+    for place in range(1, 31):
+        with pytest.raises(KeyboardInterrupt):
+            record_marks(engine, "a", PARAMS, clock_that_is_interrupted(place))
+        assert not engine.llm_engine.has_unfinished_requests()
+        assert engine.llm_engine.metrics.requests == {}
+        assert list(engine.engine.listeners) == before
+        assert engine.reset_prefix_cache()
+    marks, _ = record_marks(engine, "a", PARAMS, counting_clock())
+    assert len(marks) > 30
+
+
 def test_completions_that_share_their_steps_are_refused(engine: LLM):
     with pytest.raises(LessonError, match="n=2"):
         record_marks(engine, "a", SamplingParams(n=2, max_tokens=2))
+    [other] = engine.submit("a", PARAMS)
+    with pytest.raises(LessonError, match=rf"other requests \({other.request_id}\).*run or abort them"):
+        record_marks(engine, "a", PARAMS)
+    engine.engine.abort(other.request_id)
+    record_marks(engine, "a", PARAMS)
 
 
 @given(num_bytes=st.floats(1, 1e9), work=st.floats(1, 1e12), bandwidth=st.floats(1e6, 1e12), rate=st.floats(1e6, 1e15))
@@ -126,7 +158,7 @@ def test_a_kernel_that_leaves_its_array_is_told_so():
             store(y, panel * LANES, load(x, 0))
 
     report = str(check_function(PRODUCT, writes_one_too_many))
-    assert "wrote 16 numbers beyond the end of y" in report
+    assert "wrote 16 numbers outside of y" in report
 
 
 STRAYING = {
