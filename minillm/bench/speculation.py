@@ -114,9 +114,9 @@ def run(
     """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values.
 
     `save_to`: the result is written there after each slice, in case the run is killed.
-    `drafters`: the folder that `minillm train --export-to` wrote trained drafters to; None: the bundled ones. A trained
-    method without weights for this model is left out, or, if it was asked for, raises `ConfigError`. So do fewer than
-    two new tokens, more than the model has room for, and more prompts than a slice has.
+    `drafters`: the folder that `minillm train --export-to` wrote trained drafters to; None: the bundled ones. A method
+    that needs a draft model or trained weights, where this model has none, is left out, or, if it was asked for, raises
+    `ConfigError`. So do fewer than two new tokens, more than the model has room for, and more prompts than a slice has.
     """
     if new_tokens < 2:
         raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the first comes with the prompt")
@@ -129,7 +129,7 @@ def run(
         raise ConfigError(f"--drafters {drafters} is not used with --shape {shape}: leave one of them out")
     if shape is None:
         draft = draft_for(model, draft)
-        chosen = _with_weights(chosen, model, drafters, must=methods or ())
+        chosen = runnable(chosen, model, draft, drafters, must=methods or ())
         named = {"model": model, "draft": draft}
     else:
         named = {"model": shape, "draft": draft or f"{shape}-draft"}
@@ -186,25 +186,38 @@ def _choose(what: str, known: Sequence[str], wanted: Sequence[str] | None) -> li
     return [name for name in known if not wanted or name in wanted]
 
 
-def _with_weights(
-    chosen: Mapping[str, Mapping[str, Any]], model: str, drafters: Path | None, must: Sequence[str]
+def runnable(
+    methods: Mapping[str, Mapping[str, Any]],
+    model: str,
+    draft: str | None,
+    drafters: Path | None = None,
+    must: Sequence[str] = (),
 ) -> dict[str, Mapping[str, Any]]:
-    """`chosen` with the folders of trained weights, without the methods that have none."""
+    """Those of `methods` (name → options) that can draft for `model`: with the folders of trained weights, without the
+    methods whose draft model or weights are missing.
+
+    Raises `ConfigError` if one of these is in `must`, or if there is no folder `drafters`.
+    """
     if drafters is not None and not drafters.is_dir():
         raise ConfigError(f"--drafters {drafters}: there is no such folder")
     found: dict[str, Mapping[str, Any]] = {}
-    for name, options in chosen.items():
-        if name not in TRAINED:
-            found[name] = options
-            continue
-        folder = drafters / f"{Path(model).name}-{name}" if drafters else bundled_drafter(name, model)
-        if (folder / "config.json").exists() if drafters else has_bundled_drafter(name, model):
-            found[name] = {**options, "model": str(folder)}
-        elif name in must:
-            raise ConfigError(
+    for name, options in methods.items():
+        if name in TRAINED:
+            folder = drafters / f"{Path(model).name}-{name}" if drafters else bundled_drafter(name, model)
+            can_run = (folder / "config.json").exists() if drafters else has_bundled_drafter(name, model)
+            given = {**options, "model": str(folder)}
+            missing = (
                 f"there are no weights of method {name!r} in {folder}; `minillm train --stages {name} --target {model} "
                 "--export-to FOLDER` makes them, and --drafters FOLDER finds them"
             )
+        else:
+            models = (options.get("model", ""), options.get("fallback", {}).get("model", ""))
+            can_run, given = draft is not None or None not in models, options
+            missing = f"method {name!r} needs a draft model, and none is bundled for {model}; give one with --draft"
+        if can_run:
+            found[name] = given
+        elif name in must:
+            raise ConfigError(missing)
     return found
 
 
@@ -227,8 +240,6 @@ def _engines(
     for place, (name, options) in enumerate(methods.items()):
         if place == len(methods) // 2:
             engines[AGAIN] = engine(None)
-        if draft is None and None in (options.get("model", ""), options.get("fallback", {}).get("model", "")):
-            continue
         options = _with_draft(options, draft, quantization)
         for adaptive in (False, True):
             label = f"{name}, adaptive" if adaptive else name

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.bench import speculation
-from minillm.bench.systems import draft_for
+from minillm.bench.systems import draft_for, room_for_prompt
 from minillm.cluster.parts_folder import PartsFolder
 from minillm.cluster.worker_pool import Pool
 from minillm.config import at_least
@@ -73,8 +73,13 @@ class SweepSettings:
         for name in ("drafts", "block_sizes"):
             for value in getattr(self, name):
                 at_least(name, value, 1)
-        for name in ("batch", "rounds", "prompts", "new_tokens"):
+        for name in ("batch", "rounds", "prompts"):
             at_least(name, getattr(self, name), 1)
+        at_least("new_tokens", self.new_tokens, 2)  # the first comes with the prompt
+        speculation.check_prompts(self.prompts, [slices[name] for name in self.slices or slices])
+        room_for_prompt(self.model, self.new_tokens, speculation.SHORTEST_PROMPT)
+        methods = {name: speculation.METHODS[name] for name in self.methods}
+        speculation.runnable(methods, self.model, draft_for(self.model, self.draft), must=self.methods)
 
     @property
     def points(self) -> list[Point]:
@@ -112,11 +117,6 @@ class SweepWorker:
             block_size=point.block_size,
         )
         rows = [row for row in found["rows"] if row["system"] == point.method]
-        if not rows:
-            raise ConfigError(
-                f"{point.method!r} cannot run with {own.model}: it needs a draft model (--draft) or weights "
-                f"of its own; or leave it out of --methods"
-            )
         return [{**asdict(point), **row, "hardware": found["hardware"]["cpu"]["name"]} for row in rows]
 
 

@@ -150,7 +150,10 @@ class CudaCapture:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 function()
         except RuntimeError as problem:
-            raise CaptureError(str(problem)) from problem
+            reason = problem.__context__ or problem  # the end of a failed capture raises an error of its own
+            if not isinstance(reason, Exception):  # an interrupt
+                raise reason from None
+            raise CaptureError(str(reason)) from reason
         finally:
             torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place
         return graph.replay
@@ -172,8 +175,7 @@ class GpuExecutor:
 
     `max_num_seqs` and `max_model_len` bound the shapes of graphs; a larger step runs without a graph.
     `use_graphs=False` runs each step as it would be captured, with the same padding. `capture`: see `Capture`; None
-    records CUDA graphs. Weights of an unknown scheme are multiplied by their module, which must not be recorded: then
-    no graphs are used.
+    records CUDA graphs. No graphs are used where a product might wait for the device (`is_capturable`).
     """
 
     def __init__(

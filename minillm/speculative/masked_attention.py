@@ -33,9 +33,13 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     heads_per_kv = q.shape[2] // num_kv_heads
     # The query heads that share a KV head become further queries of it.
     packed = q.unflatten(2, (num_kv_heads, heads_per_kv)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, torch.finfo(q.dtype).min)
+    # A query that sees no key attends to all of them, and its result is dropped: in a row that is masked everywhere,
+    # which autocast rounds to -inf, a kernel may compute NaN gradients.
+    sees_nothing = hidden.all(-1, keepdim=True)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+    mask = mask.masked_fill_(hidden & ~sees_nothing, torch.finfo(q.dtype).min)
     mask = mask.repeat(1, heads_per_kv, 1).unsqueeze(1)
     keys, values = (x.to(q.dtype).transpose(1, 2) for x in (k, v))
     out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask)
     out = out.unflatten(2, (heads_per_kv, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out.masked_fill(hidden.all(-1)[..., None, None], 0.0)
+    return out.masked_fill(sees_nothing.unsqueeze(-1), 0.0)

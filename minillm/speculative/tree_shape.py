@@ -119,7 +119,7 @@ class TreeShape:
 def chances_of_ranks(acceptance: Sequence[float]) -> list[float]:
     """P(the child of each rank is the accepted one | its parent was accepted).
 
-    `acceptance[r]`: P(the child of rank r is accepted | it is judged), as counted by `trace.acceptance_by_rank`.
+    `acceptance[r]`: P(the child of rank r is accepted | it is judged), see `trace.acceptance_by_rank`.
     """
     chances, none_so_far = [], 1.0
     for accepted in acceptance:

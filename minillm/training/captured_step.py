@@ -36,40 +36,51 @@ class CapturedStep:
 
     def __init__(self, step: Step, device: torch.device, capture: bool = True) -> None:
         self.step, self.device = step, device
+        self.stream = torch.cuda.Stream(device)
+        """Where steps run uncaptured and are captured: PyTorch keeps free memory and cuBLAS's workspace per stream."""
         self._seen: set[torch.Size] = set()
-        self._captured: dict[torch.Size, _Captured] = {}
+        self.captured: dict[torch.Size, _Captured] = {}
+        """The captured steps, by the shape of their batch."""
         self._can_capture = capture
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the step on a batch in any memory. Returns the loss, on the GPU."""
         shape = inputs.shape
-        if shape in self._seen and shape not in self._captured and self._can_capture:
-            self._capture(inputs, targets)
-        if shape not in self._captured:
-            self._seen.add(shape)
-            return self._uncaptured(inputs.to(self.device), targets.to(self.device))
-        captured = self._captured[shape]
-        captured.inputs.copy_(inputs)
-        captured.targets.copy_(targets)
-        captured.graph.replay()
-        return captured.loss
+        with torch.cuda.device(self.device):  # a capture records the launches on the current device
+            if shape in self._seen and shape not in self.captured and self._can_capture:
+                self._capture(inputs, targets)
+            if shape not in self.captured:
+                self._seen.add(shape)
+                return self._uncaptured(inputs.to(self.device), targets.to(self.device))
+            captured = self.captured[shape]
+            captured.inputs.copy_(inputs)
+            captured.targets.copy_(targets)
+            captured.graph.replay()
+            return captured.loss
 
     def _uncaptured(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the step as it is, on another stream than the default one, as it must be before a capture."""
-        stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
             loss = self.step(inputs, targets)
-        current.wait_stream(stream)
+        current.wait_stream(self.stream)
         return loss
 
     def _capture(self, inputs: Tensor, targets: Tensor) -> None:
         graph, mine, theirs = torch.cuda.CUDAGraph(), inputs.to(self.device), targets.to(self.device)
+        current = torch.cuda.current_stream(self.device)
         try:
-            with torch.cuda.graph(graph):  # records the kernels, runs none
+            with torch.cuda.graph(graph, stream=self.stream):  # records the kernels, runs none
                 loss = self.step(mine, theirs)
         except RuntimeError as problem:
+            reason = problem.__context__ or problem  # the end of a failed capture raises another error than the step
+            if not isinstance(reason, Exception):  # an interrupt
+                raise reason from None
             self._can_capture = False
-            tqdm.write(f"training runs without CUDA graphs, several times slower: {str(problem).splitlines()[0][:200]}")
+            line = (str(reason).splitlines() or [type(reason).__name__])[0][:200]
+            tqdm.write(f"training runs without CUDA graphs, several times slower: {line}")
             return
-        self._captured[inputs.shape] = _Captured(graph, mine, theirs, loss)
+        finally:
+            torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place
+        self.captured[inputs.shape] = _Captured(graph, mine, theirs, loss)

@@ -25,10 +25,21 @@ LARGEST_CODE = 127
 
 
 def pack_run(runs: Path, folder: Path) -> None:
-    """Write the stable run of `runs` and its tokenizer into `folder`. Raises `TrainingError` if there is none."""
+    """Write the stable run of `runs` and its tokenizer into `folder`.
+
+    Raises `TrainingError` if there is none, or it lacks a file, like a run of an earlier version; then nothing is
+    written.
+    """
     state_file = runs / "target" / STATE
     if not state_file.exists():
         raise TrainingError(f"{state_file} is missing; run the stage `target` first")
+    tokenizer, logs = runs / "corpus" / TOKENIZER, [runs / "target" / log for log in LOGS]
+    for file in (tokenizer, *logs):
+        if not file.exists():
+            raise TrainingError(
+                f"{file} is missing, as in a run of an earlier version; run the stages `corpus` and `target` with more "
+                "--target-minutes, then pack"
+            )
     state = read_state(state_file, "cpu", mmap=True)
     tensors: dict[str, Tensor] = {}
     for name, weight in state["model"].items():
@@ -39,9 +50,8 @@ def pack_run(runs: Path, folder: Path) -> None:
         elif weight.ndim == 1:
             tensors[name] = weight.clone()
     folder.mkdir(parents=True, exist_ok=True)
-    copy_whole(runs / "corpus" / TOKENIZER, folder / TOKENIZER)
-    for log in LOGS:
-        copy_whole(runs / "target" / log, folder / log)
+    for file in (tokenizer, *logs):
+        copy_whole(file, folder / file.name)
     with replacing(folder / WEIGHTS) as fresh:  # last: a folder with weights is complete
         save_file(tensors, fresh, {key: json.dumps(state[key]) for key in COUNTERS})
 

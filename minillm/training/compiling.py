@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
+
+from minillm.errors import TrainingError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -22,7 +25,8 @@ def has_compiler() -> bool:
 class Compiled(Generic[Arguments, Result]):
     """`function`, compiled for each new shape at its first call. If compilation fails, it runs eagerly from then on.
 
-    An error in `function` itself is raised again by the eager call that follows, so no error is hidden.
+    An error in `function` itself is raised again by the eager call that follows, so no error is hidden. PyTorch
+    compiles the backward pass later, when it first runs: use `backward`.
     """
 
     def __init__(self, function: Callable[Arguments, Result]) -> None:
@@ -35,14 +39,27 @@ class Compiled(Generic[Arguments, Result]):
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Call the function."""
-        if self.fast is None:
-            return self.eager(*args, **kwargs)
-        try:
-            return self.fast(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as problem:
-            self.fast = None
-            _notice(f"torch.compile failed ({type(problem).__name__})")
-            return self.eager(*args, **kwargs)
+        if self.fast is not None:
+            try:
+                return self.fast(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as problem:
+                self.fast = None
+                _notice(f"torch.compile failed ({type(problem).__name__})")
+        return self.eager(*args, **kwargs)
+
+
+def backward(loss: Tensor) -> None:
+    """Run `loss.backward()`. Raises `TrainingError` if PyTorch cannot compile the backward pass of a `Compiled`."""
+    try:
+        loss.backward()
+    except RuntimeError as problem:
+        if not isinstance(problem, torch._dynamo.exc.TorchDynamoException):
+            raise
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+        raise TrainingError(
+            f"torch.compile failed in the backward pass ({reason}); set TORCH_COMPILE_DISABLE=1 to train uncompiled, "
+            "about half as fast"
+        ) from problem
 
 
 def _notice(reason: str) -> None:

@@ -44,11 +44,15 @@ def exported(model: Decoder, tokenizer: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def new_writer(checkpoint: Path, length: int, device: str = "cpu", enforce_eager: bool = False) -> LLM:
-    """The engine that continues texts up to `length` tokens, many at a time. `enforce_eager`: in plain PyTorch."""
+def new_writer(
+    checkpoint: Path, length: int, device: str = "cpu", enforce_eager: bool = False, dtype: str = "auto"
+) -> LLM:
+    """The engine that continues texts up to `length` tokens, many at a time. `enforce_eager`: in plain PyTorch.
+    `dtype`: "auto" is float32 on a CPU and that of the checkpoint on a GPU."""
     blocks = ROWS_AT_ONCE * math.ceil(length / DEFAULT_BLOCK_SIZE)
     return LLM(
         str(checkpoint),
+        dtype=dtype,
         device=device,
         max_model_len=length,
         max_num_seqs=ROWS_AT_ONCE,

@@ -82,10 +82,10 @@ def evaluate_drafter(
     rows: int = 64,
     new_tokens: int = 192,
 ) -> dict[str, dict[str, object]]:
-    """Acceptance on held-out code, and on `rows` texts that the target writes after held-out prompts: greedy, and at
-    temperature 1. JSON values of `Acceptance` by kind of text. `checkpoint`: the target's folder."""
+    """Acceptance on held-out code, and on `rows` texts that the target writes in fp32 after held-out prompts: greedy,
+    and at temperature 1. JSON values of `Acceptance` by kind of text. `checkpoint`: the target's folder."""
     length = PROMPT_LENGTH + new_tokens
-    writer = new_writer(checkpoint, length, str(target.embed_tokens.weight.device))
+    writer = new_writer(checkpoint, length, str(target.embed_tokens.weight.device), dtype="float32")
     prompts, _ = held_out.batch(0, rows, PROMPT_LENGTH)
     found = {"code": acceptance(guesses, module, target, held_out.in_order(4, CODE_LENGTH)[: CODE_ROWS // 4])}
     for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):

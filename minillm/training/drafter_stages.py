@@ -29,7 +29,7 @@ from minillm.training.pretrain import Trainer
 from minillm.training.record import RunRecord
 from minillm.training.stage_inputs import check_inputs, read_inputs
 from minillm.training.stage_runs import as_shipped, finished_target, run_to_the_end
-from minillm.training.state_files import read_json, write_json
+from minillm.training.state_files import read_json, replacing_files, write_json
 from minillm.training.trained_drafters import TRAINED
 
 
@@ -132,11 +132,12 @@ def export_drafter(pair: Pair, method: str, target: DrafterTarget, trainer: Trai
     }
     to, name = pair.export_to / f"{target.name}-{method}", f"{target.name}-{method}"
     config = drafter_config(method, target.name, target.fingerprint, target.model.config.vocab_size, module.shape)
-    save_drafter(to, config, module)
-    (to / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    (to / "README.md").write_text(drafter_card(name, facts), encoding="utf-8")
     curve = Curve("Training", drafter.loss_formula, record.log)
-    (to / "loss.svg").write_text(loss_svg(f"Training loss of {name}", [curve]), encoding="utf-8")
+    with replacing_files(to) as fresh:
+        save_drafter(fresh, config, module)
+        (fresh / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (fresh / "README.md").write_text(drafter_card(name, facts), encoding="utf-8")
+        (fresh / "loss.svg").write_text(loss_svg(f"Training loss of {name}", [curve]), encoding="utf-8")
     tqdm.write(f"wrote {to}")
 
 

@@ -88,7 +88,7 @@ def evaluate(
     """
     prompts, _ = held_out.batch(0, rows, PROMPT_LENGTH)
     length = PROMPT_LENGTH + new_tokens
-    writer = new_writer(checkpoint, length, str(target.embed_tokens.weight.device))
+    writer = new_writer(checkpoint, length, str(target.embed_tokens.weight.device), dtype="float32")
     greedy_text = continue_rows(writer, prompts, length, torch.zeros(rows), seed=0)
     sampled_text = continue_rows(writer, prompts, length, torch.ones(rows), seed=0)
     repeated = sum(repetition(row[PROMPT_LENGTH:]) for row in greedy_text) / rows

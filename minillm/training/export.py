@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from tokenizers import Tokenizer
 
 from minillm.models.decoder import Decoder
 from minillm.models.loading import save_llama
+from minillm.training.state_files import replacing_files
 from minillm.training.train_tokenizer import END_OF_TEXT_ID, save_tokenizer
 
 EXPORTED = torch.bfloat16
@@ -20,18 +20,12 @@ EXPORTED = torch.bfloat16
 def export(model: Decoder, tokenizer_file: Path, folder: Path, extra: dict[str, str] | None = None) -> None:
     """Write weights in `EXPORTED`, config, tokenizer and generation config of `model` into `folder`.
 
-    `extra`: name → content of further text files (the model card). Each file is written to a temporary folder and then
-    moved, so processes that have the old weights memory-mapped keep them, and an interrupt leaves no partial file.
+    `extra`: name → content of further text files (the model card). See `replacing_files` for what an interrupt leaves.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        fresh = Path(temporary)
+    with replacing_files(folder) as fresh:
         save_llama(model, fresh, EXPORTED)
         save_tokenizer(Tokenizer.from_file(str(tokenizer_file)), fresh, model.config.max_position_embeddings)
         generation = {"eos_token_id": END_OF_TEXT_ID, "do_sample": False}
         (fresh / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         for name, text in (extra or {}).items():
             (fresh / name).write_text(text, encoding="utf-8")
-        for file in sorted(fresh.iterdir()):
-            file.chmod(0o644)
-            file.replace(folder / file.name)

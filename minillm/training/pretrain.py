@@ -28,16 +28,18 @@ from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.captured_step import CapturedStep
+from minillm.training.compiling import backward
 from minillm.training.data import Batches
+from minillm.training.held_signals import held_signals
 from minillm.training.optimizers import optimizers
 from minillm.training.precision import forward_precision
 from minillm.training.record import LOG, drop_cut_line
 from minillm.training.state_files import STATE, read_state, write_state
 
-GPU_STEPS = 100
-"""A step on a GPU takes milliseconds, so its states are saved less often."""
+SAVE_S = 30.0
+"""Seconds of training between saved states."""
 GPU_CYCLES_PER_LOG = 10
-"""For the same reason the log has one cycle of row lengths in so many."""
+"""A step on a GPU takes milliseconds, so the log has one cycle of row lengths in so many."""
 OF_THIS_RUN = ("lr", "weight_decay", "capturable")
 """Settings of an optimiser that are this run's own, not those of a saved state."""
 
@@ -68,13 +70,11 @@ class Recipe:
     adam_lr: float = 3e-3
     weight_decay: float = 0.0
     """Of the matrices: each step takes this share, times the rate, off them."""
-    save_every: int = 50
-    """Steps between saved states; on a GPU `GPU_STEPS` times as many."""
 
     def without_budget(self) -> dict[str, Any]:
         """What does not depend on how long the run is, as JSON values."""
         values = asdict(self) | {"lengths": list(self.lengths)}
-        return {key: value for key, value in values.items() if key not in ("minutes", "tokens", "save_every")}
+        return {key: value for key, value in values.items() if key not in ("minutes", "tokens")}
 
 
 class Trainer:
@@ -83,7 +83,8 @@ class Trainer:
     All parameters of `model` are trained. What the loss needs beside it, such as a frozen target, belongs to the loss.
     `loss`: default next-token cross-entropy. `branch_of`: the state file of another run, from which this one starts
     with the same weights and optimisers, at the beginning of its own data. While `pause_file` exists, the run waits
-    between two steps; the wait does not count as training time. `capture`: on a GPU, run steps as CUDA graphs.
+    between two steps; the wait does not count as training time. `capture`: on a GPU, run steps as CUDA graphs, unless
+    the loss has an attribute `can_be_captured` that is False.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Trainer:
         self.optimizers = [optimizer for optimizer, _ in chosen]
         self.base_rates = [rate for _, rate in chosen]
         on_gpu = self.device.type == "cuda"
+        capture = capture and getattr(self.loss, "can_be_captured", True)
         self._captured = CapturedStep(self._update, self.device, capture) if on_gpu else None
         self.step = 0
         """Steps so far, including those of the run that this one branched from."""
@@ -136,6 +138,11 @@ class Trainer:
         return self.folder.parent / "pause"
 
     @property
+    def num_graphs(self) -> int:
+        """Steps captured as CUDA graphs, one per shape of a batch; 0 on a CPU."""
+        return 0 if self._captured is None else len(self._captured.captured)
+
+    @property
     def progress(self) -> float:
         """Share of the budget used up, 0 to 1; 0 for a run without a budget."""
         tokens = self.tokens_seen - self.tokens_before
@@ -150,43 +157,50 @@ class Trainer:
         return warm * (left + (1.0 - left) * self.recipe.decay_to)
 
     def run(self) -> None:
-        """Train until the budget is used up. An interrupt saves the state and stops.
+        """Train until the budget is used up. An interrupt lets the present step end, saves the state and stops.
 
-        An interrupt during an optimiser update does not save, because the state would be inconsistent; then the last
-        saved state remains. So it does after a loss that is no number, for which this raises `TrainingError`: the
-        weights that gave it are of no use. The step of every saved state is in the log.
+        A second interrupt does not wait. During an optimiser update it does not save either, because the state would be
+        inconsistent; then the last saved state remains. So it does after a loss that is no number, for which this
+        raises `TrainingError`: the weights that gave it are of no use. The step of every saved state is in the log.
         """
         drop_cut_line(self.folder)
+        if self.progress < 1.0:
+            self._next_batch()  # the first step reads it again: encoding its text first is no training time
         endless = math.isinf(self.recipe.tokens) and math.isinf(self.recipe.minutes)
         done = round(100 * self.progress, 1)
         bar = tqdm(total=None if endless else 100, initial=done, desc=self.folder.name, unit="%", mininterval=5)
-        save_every = self.recipe.save_every * (1 if self._captured is None else GPU_STEPS)
-        logged = self.step
-        try:
-            while self.progress < 1.0:
-                self._wait_while_paused()
-                began = time.perf_counter()
-                loss = self.train_step()
-                self.seconds += time.perf_counter() - began
-                if self._is_logged() or self.step % save_every == 0:
-                    self._log()
-                    logged = self.step
-                postfix = {"loss": f"{loss:.3f}", "tokens": f"{self.tokens_seen / 1e6:.2f}M", "step": self.step}
-                bar.set_postfix(postfix, refresh=False)
-                bar.update(round(100 * self.progress, 1) - bar.n)
-                if self.step % save_every == 0:
+        logged, saved_at = self.step, self.seconds
+        with held_signals() as deliver:
+            try:
+                while self.progress < 1.0:
+                    self._wait_while_paused(deliver)
+                    began = time.perf_counter()
+                    loss = self.train_step()
+                    self.seconds += time.perf_counter() - began
+                    is_due = self.seconds - saved_at >= SAVE_S
+                    if self._is_logged() or is_due:
+                        self._log()
+                        logged = self.step
+                    postfix = {"loss": f"{loss:.3f}", "tokens": f"{self.tokens_seen / 1e6:.2f}M", "step": self.step}
+                    bar.set_postfix(postfix, refresh=False)
+                    bar.update(round(100 * self.progress, 1) - bar.n)
+                    if is_due:
+                        self.save()
+                        saved_at = self.seconds
+                    deliver()
+            finally:
+                bar.close()
+                if self._is_whole:
+                    if self.step > logged:
+                        self._log()
                     self.save()
-        finally:
-            bar.close()
-            if self._is_whole:
-                if self.step > logged:
-                    self._log()
-                self.save()
 
-    def _wait_while_paused(self) -> None:
+    def _wait_while_paused(self, deliver: Callable[[], None]) -> None:
+        """`deliver`: see `held_signals`."""
         if self.pause_file.exists():
             self.save()
         while self.pause_file.exists():
+            deliver()
             time.sleep(0.5)
 
     def save(self) -> None:
@@ -223,12 +237,11 @@ class Trainer:
 
     def train_step(self) -> float:
         """Train on the next batch. Returns its mean loss."""
-        recipe = self.recipe
-        length = recipe.lengths[(self.step - self.steps_before) % len(recipe.lengths)]
-        inputs, targets = self.batches.batch(self.step - self.steps_before, recipe.tokens_per_step // length, length)
+        inputs, targets = self._next_batch()
         self._set_rates(self.learning_rate_factor())
         if self._captured is None:
-            value = self._gradients(inputs, targets, rows=max(1, recipe.tokens_at_once // length)).item()
+            rows = max(1, self.recipe.tokens_at_once // inputs.shape[1])
+            value = self._gradients(inputs, targets, rows).item()
             self._is_whole = False
         else:
             self._is_whole = False
@@ -246,6 +259,12 @@ class Trainer:
         self._last_loss = value
         self._is_whole = True
         return value
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        """The batch of the next step, the same however often it is asked for."""
+        own = self.step - self.steps_before
+        length = self.recipe.lengths[own % len(self.recipe.lengths)]
+        return self.batches.batch(own, self.recipe.tokens_per_step // length, length)
 
     def _set_rates(self, factor: float) -> None:
         for optimizer, rate in zip(self.optimizers, self.base_rates, strict=True):
@@ -273,7 +292,7 @@ class Trainer:
         for part, labels in zip(inputs.split(rows), targets.split(rows), strict=True):
             loss = self.loss(self.model, part.to(device), labels.to(device)) * (len(part) / len(inputs))
             total += loss.detach()
-            loss.backward()
+            backward(loss)
         return total
 
     def _is_logged(self) -> bool:

@@ -162,6 +162,9 @@ def _long_pass(
 class SpireLoss:
     """The loss of `spire` for `Trainer`. It runs the target on the same tokens."""
 
+    can_be_captured = False
+    """Where rollouts begin is read from the batch on the host."""
+
     def __init__(self, target: Decoder, steps: int = STEPS) -> None:
         self.target, self.steps = target.eval().requires_grad_(False), steps
 
@@ -179,6 +182,9 @@ class LongLoss:
     as if it were the end of a long text (LongSpec's anchor-offset indices). So late positions are trained although rows
     are short; the first tokens, on which much attention rests, stay where they are.
     """
+
+    can_be_captured = False
+    """Where rollouts begin, and the offsets, are read from the batch on the host."""
 
     def __init__(self, target: Decoder, steps: int = STEPS, offsets: bool = True) -> None:
         self.target, self.steps, self.offsets = target.eval().requires_grad_(False), steps, offsets

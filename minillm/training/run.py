@@ -53,15 +53,25 @@ def train(
     """Train the two bundled models and their drafters.
 
     Runs `stages` (default: all, in the order of `STAGES`) with state in `folder`. After an interrupt, the same call
-    continues where it stopped. While `folder` contains a file `pause`, training waits. `minutes`: a total for all
-    stages, instead of minutes for each. `threads`: number of PyTorch threads (None: PyTorch's choice). `begin_with`: a
-    checkpoint from `pack_run` to start from. `target`: train the drafters for this checkpoint, a bundled name or a
-    folder, instead of the pair's target. `drafter_minutes`: by method. `ablations`: instead of all this, train each of
-    these drafters with one of its ideas left out, on `ablation_tokens` tokens, and print a table.
+    without `begin_with` continues from the saved state. While `folder` contains a file `pause`, training waits.
+    `minutes`: a total for all stages, instead of minutes for each. `threads`: number of PyTorch threads (None:
+    PyTorch's choice). `begin_with`: a checkpoint from `pack_run` to start from. `target`: train the drafters for this
+    checkpoint, a bundled name or a folder, instead of the pair's target. `drafter_minutes`: by method. `ablations`:
+    instead of all this, train each of these drafters with one of its ideas left out, on `ablation_tokens` tokens, and
+    print a table.
 
-    Raises `TrainingError` if the input of a stage is missing or unfinished, or this machine has no such `device`.
+    Raises `TrainingError` if the input of a stage is missing or unfinished, a budget is no finite number above 0, or
+    this machine has no such `device`.
     """
     _check_device(device)
+    _check_budgets(
+        minutes=minutes,
+        target_minutes=target_minutes,
+        draft_minutes=draft_minutes,
+        distill_minutes=distill_minutes,
+        ablation_tokens=ablation_tokens,
+        **{f"{method}_minutes": value for method, value in (drafter_minutes or {}).items()},
+    )
     if threads is not None:
         if threads < 1:
             raise TrainingError(f"--threads {threads} must be at least 1")
@@ -70,7 +80,8 @@ def train(
         unpack_run(Path(begin_with), Path(folder))
     unlikelihood_minutes = math.inf
     if minutes is not None:
-        target_minutes, unlikelihood_minutes, draft_minutes, distill_minutes = (minutes * s for s in SHARES.values())
+        shares = SHARES[torch.device(device).type]
+        target_minutes, unlikelihood_minutes, draft_minutes, distill_minutes = (minutes * s for s in shares.values())
         drafter_minutes = dict.fromkeys(TRAINED, minutes * DRAFTER_SHARE)
     pair = Pair(
         folder=Path(folder),
@@ -122,8 +133,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_from_args(args: argparse.Namespace) -> int:
-    """Train with the options of `add_arguments`. Returns the exit code: 0, or 130 after an interrupt or SIGTERM, which
-    save the state."""
+    """Train with the options of `add_arguments`. Returns the exit code: 0, or 130 after an interrupt or SIGTERM.
+
+    Either lets a training step end and saves the state. A second one does not wait: then the last saved state remains.
+    """
     if args.pack is not None:
         pack_run(args.folder, args.pack)
         return 0
@@ -146,7 +159,8 @@ def run_from_args(args: argparse.Namespace) -> int:
             drafter_minutes={method: getattr(args, f"{method}_minutes") for method in TRAINED},
         )
     except KeyboardInterrupt:
-        tqdm.write(f"stopped; the state is in {args.folder}, and the same command continues from there")
+        command = "the same command" if args.begin_with is None else "the same command without --begin-with"
+        tqdm.write(f"stopped; {command} continues from what is saved in {args.folder}")
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -162,6 +176,16 @@ def _check_device(device: str) -> None:
         raise TrainingError(f"--device {device} is not supported; there are {' and '.join(DEVICES)}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise TrainingError(f"--device {device} needs a GPU and a build of PyTorch for it; this machine has none")
+    index = torch.device(device).index if kind == "cuda" else None
+    if index is not None and index >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise TrainingError(f"--device {device} is not there; the last GPU of this machine is cuda:{last}")
+
+
+def _check_budgets(**budgets: float | None) -> None:
+    for name, value in budgets.items():
+        if value is not None and not 0 < value < math.inf:
+            raise TrainingError(f"{name}={value} must be a finite number above 0")
 
 
 def _count(text: str) -> int:
@@ -179,6 +203,6 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number above 0")
     return value

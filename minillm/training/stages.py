@@ -41,13 +41,27 @@ DRAFT_NAME = "minicoder-draft"
 
 
 def run_stages(pair: Pair, stages: Iterable[str]) -> None:
-    """Run the named stages in the order of `STAGES`."""
+    """Run the named stages in the order of `STAGES`.
+
+    Drafters depend on the target alone: if one fails, the others are still trained, and then `TrainingError` says what
+    failed.
+    """
     chosen = set(stages)
     if unknown := chosen - STAGES.keys():
         raise TrainingError(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    failures: list[str] = []
     for name, stage in STAGES.items():
-        if name in chosen:
+        if name not in chosen:
+            continue
+        try:
             stage(pair)
+        except TrainingError as problem:
+            if name not in TRAINED:
+                raise
+            failures.append(f"{name}: {problem}")
+            tqdm.write(failures[-1])
+    if failures:
+        raise TrainingError("; ".join(failures))
 
 
 def make_corpus(pair: Pair) -> None:

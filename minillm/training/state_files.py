@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,22 @@ def replacing(file: Path) -> Iterator[Path]:
         fresh.replace(file)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_files(folder: Path) -> Iterator[Path]:
+    """A new folder to write files to. At the end of the block each takes the place of the file of its name in `folder`;
+    if the block fails, all old files stay. Processes that have an old file memory-mapped keep it.
+
+    `config.json` is the last: a drafter's says which target its weights are for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        fresh = Path(temporary)
+        yield fresh
+        for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
+            file.chmod(0o644)
+            file.replace(folder / file.name)
 
 
 def write_json(file: Path, values: Any, indent: int | None = 1) -> None:

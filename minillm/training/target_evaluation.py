@@ -81,10 +81,10 @@ class TargetEvaluation:
 
 
 def evaluate_target(target: Decoder, checkpoint: Path, corpus: Path, amount: Amount) -> TargetEvaluation:
-    """Measure `target`, whose weights are already rounded as they are exported, on the held-out files of `corpus`.
-    `checkpoint`: the folder that it is exported to."""
+    """Measure `target`, whose weights are already rounded as they are exported, on the held-out files of `corpus`, in
+    fp32 and on its device. `checkpoint`: the folder that it is exported to."""
     files = read_documents(corpus / "held_out.jsonl.gz")
-    llm = LLM(str(checkpoint), seed=0)
+    llm = LLM(str(checkpoint), seed=0, dtype="float32", device=str(target.embed_tokens.weight.device))
     tokens = [np.array(llm.engine.tokenizer.encode(file.text), dtype=np.int64) for file in files]
     return TargetEvaluation(
         loss_by_position(target, tokens, amount.edges),

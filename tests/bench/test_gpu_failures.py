@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 import minillm
 from minillm.bench.device_clock import TimedFunction
 from minillm.bench.kernel_cases import TRITON, Maker
-from minillm.bench.on_gpu import random_models, stage_check, stage_decode, stage_engine, stage_kernels
+from minillm.bench.on_gpu import random_models, stage_check, stage_decode, stage_engine, stage_kernels, stage_training
 from minillm.bench.on_gpu.failures import DeviceFault, error_text
 from minillm.bench.on_gpu.findings import Findings, Report
 from minillm.bench.on_gpu.stage_setup import StageSetup
@@ -280,6 +281,83 @@ def test_an_engine_without_an_executor_says_why(monkeypatch: pytest.MonkeyPatch)
         stage_engine._generate(SETUP, stage_engine.GREEDY, "target", {}, [[1]], "graphs")
 
 
+@pytest.mark.parametrize(("capture", "prepared"), [(print, {}), (None, {"the first shape": 1})])
+def test_an_engine_that_captures_no_step_or_gives_up_says_why(
+    monkeypatch: pytest.MonkeyPatch, capture: Any, prepared: dict[str, int]
+) -> None:
+    class Uncaptured:
+        """An engine that warns at a step and goes on without graphs."""
+
+        def __init__(self, model: str, **options: Any) -> None:
+            executor = SimpleNamespace(capture=capture, prepared=prepared)
+            self.engine = SimpleNamespace(runner=SimpleNamespace(executor=executor), drafter=None)
+
+        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
+            warnings.warn("steps run without CUDA graphs from now on: not permitted", RuntimeWarning, stacklevel=2)
+            return []
+
+    monkeypatch.setattr(minillm, "LLM", Uncaptured)
+    monkeypatch.setattr(stage_engine, "use_kernels", lambda *arguments, **options: None)
+    setup = StageSetup(False, SETUP.clock)
+    run = partial(stage_engine._generate, setup, stage_engine.GREEDY, "target", {}, [[1]])
+    with pytest.raises(RuntimeError, match=r"steps ran without CUDA graphs: .*not permitted"):
+        run("graphs")
+    assert run("eager") == []
+
+
+# ---- training
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand-in for training: its losses by whether steps are captured, or an error to raise."""
+    answers = SimpleNamespace(losses={True: 8.30, False: 8.31}, num_graphs=1)
+
+    def new(model: Any, batches: Any, recipe: Any, folder: Path, loss: Any, capture: bool) -> Any:
+        def train_step() -> float:
+            print("a notice" if capture else "", end="")
+            if isinstance(answers.losses[capture], Exception):
+                raise answers.losses[capture]
+            return answers.losses[capture]
+
+        return SimpleNamespace(train_step=train_step, num_graphs=answers.num_graphs)
+
+    monkeypatch.setattr(stage_training, "Trainer", new)
+    monkeypatch.setattr(stage_training, "Compiled", lambda function: function)
+    monkeypatch.setattr(stage_training, "new_model", lambda config: torch.nn.Linear(1, 1))
+    return answers
+
+
+RATES = [f"training the target, {name}" for name in (stage_training.CAPTURED, stage_training.PLAIN)]
+GRAPHS, APART = "training steps captured as CUDA graphs", "losses of captured steps, largest difference"
+
+
+def met(report: Report) -> dict[str, bool]:
+    return {metric["name"]: metric["met"] for metric in report.so_far().metrics if metric["target"]}
+
+
+def test_training_reports_each_way_and_compares_them(trainer: SimpleNamespace, report: Report) -> None:
+    stage_training.training(StageSetup(False, SETUP.clock), report)
+    assert names(report) == [GRAPHS, *RATES, APART] and met(report) == {GRAPHS: True, APART: True}
+    assert report.so_far().notes == {f"{RATES[0]}: notices": "a notice" * 50}
+
+
+def test_training_whose_steps_are_not_captured_does_not_pass(trainer: SimpleNamespace, report: Report) -> None:
+    trainer.num_graphs = 0
+    stage_training.training(StageSetup(False, SETUP.clock), report)
+    assert met(report) == {GRAPHS: False, APART: True}
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_way_of_training_that_fails_costs_nothing_of_the_other(
+    trainer: SimpleNamespace, report: Report, capture: bool
+) -> None:
+    trainer.losses[capture] = RuntimeError("no more memory")
+    stage_training.training(StageSetup(False, SETUP.clock), report)
+    assert names(report) == ([RATES[1]] if capture else [GRAPHS, RATES[0]])
+    assert "no more memory" in report.so_far().notes[f"{RATES[0 if capture else 1]} failed"]
+
+
 # ---- decoding
 
 
@@ -402,13 +480,43 @@ def test_the_default_tiles_are_tried_even_if_they_are_unlikely_or_time_is_over()
 
     default, likely = Tiles(16, 16, 256, stages=5), Tiles(16, 64, 128)
     assert is_likely(likely) and not is_likely(default)
-    trial = Trial(str, default, seconds=0.0, most=None)
+    trial = Trial(str, [default], seconds=0.0, most=math.inf)
     assert trial(likely)  # the first is tried whatever the time
     assert trial(default)
     for late_or_unlikely in (likely, Tiles(16, 16, 256)):
         with pytest.raises(OutOfResources):
             trial(late_or_unlikely)
     assert trial.tried == 2
+
+
+@needs_triton
+def test_tiles_that_won_on_another_gpu_are_tried_even_if_they_are_unlikely_and_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, report: Report
+) -> None:
+    from minillm.bench.on_gpu import stage_tiles
+    from minillm.ops.triton.tiles import Tiles
+
+    default, theirs, other = Tiles(16, 32, 64), Tiles(16, 32, 256, stages=4), Tiles(16, 64, 256)
+    keys = ("int8", "few"), ("int8", "some"), ("w8a8", "few"), ("int8", "few, narrow")
+    known = {("another GPU", *key): theirs if key == keys[0] else other for key in keys}
+    tried: list[Tiles] = []
+
+    def measure(trial: stage_tiles.Trial, rows: int, also: list[Tiles]) -> tuple[Tiles, float]:
+        tried.extend(also)
+        assert [trial(chosen) for chosen in also] == ["ran"] * len(also)
+        return theirs, 0.5
+
+    monkeypatch.setattr(stage_tiles, "product", lambda setup, kind, rows: lambda chosen: "ran")
+    monkeypatch.setattr(stage_tiles.tiles, "MEASURED", known)
+    monkeypatch.setattr(stage_tiles.tiles, "measure", measure)
+    monkeypatch.setattr(stage_tiles.tiles, "choose", lambda kind, *shape: default)
+    monkeypatch.setattr(stage_tiles.testing, "do_bench", lambda run, return_mode: 0.6)
+    monkeypatch.setattr(stage_tiles.machine, "gpu_name", lambda: "some GPU")
+    monkeypatch.setattr(StageSetup, "half", torch.float16)
+    report.note(stage_tiles.LINES, [])
+    stage_tiles._one_product(StageSetup(False, SETUP.clock), report, "int8", "few", seconds=0.0)
+    assert tried == [default, theirs]
+    assert report.so_far().notes[stage_tiles.LINES] == [f'    ("some GPU", "int8", "few"): {theirs},']
 
 
 @needs_triton
@@ -422,7 +530,7 @@ def test_a_product_whose_tiles_fail_costs_no_line_of_the_others(
 
     def measure(trial: stage_tiles.Trial, rows: int, also: list[Tiles]) -> tuple[Tiles, float]:
         [kind] = trial.run.args  # type: ignore[attr-defined]
-        assert also == [trial.default] == [Tiles(16, 32, 64)]
+        assert also == trial.always and also[0] == Tiles(16, 32, 64)
         measured.append(f"{kind} {rows}")
         if measured == ["int8 1", "int8 4"]:
             raise RuntimeError("no such instruction")

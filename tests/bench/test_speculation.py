@@ -147,6 +147,8 @@ def test_trained_drafters_are_measured_where_there_are_weights(tiny: TinyPair, t
     assert all(row["outputs_equal"] for row in rows)
     with pytest.raises(ConfigError, match="no weights of method 'spire'"):
         run(str(tiny.target), drafters=tmp_path, methods=["spire"], **given)
+    with pytest.raises(ConfigError, match="method 'staged' needs a draft model, and none is bundled for"):
+        run(str(tiny.target), methods=["ngram", "staged"], **given)
     with pytest.raises(ConfigError, match=r"--drafters .*nowhere: there is no such folder"):
         run(str(tiny.target), drafters=tmp_path / "nowhere", **given)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from minillm import LLM
 from minillm.batch import Segment
@@ -144,6 +145,25 @@ def test_a_query_that_sees_nothing_gets_zeros_and_the_others_their_softmax() -> 
             for h in range(4):
                 right = one_head(q[g, i, h], [*k[g, seen, h // 2]], [*v[g, seen, h // 2]]) if seen else torch.zeros(8)
                 assert torch.allclose(out[g, i, h], right, atol=1e-6)
+
+
+def test_no_row_of_a_mask_is_hidden_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may compute NaN gradients for such a row. The other rows do not depend on it, to the last bit."""
+    masks, attention = [], F.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+        masks.append(attn_mask)
+        return attention(q, k, v, attn_mask=attn_mask)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    q, k, v = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    hidden = torch.tensor([[True] * 5, [False, True, True, True, True], [False, False, False, True, True]])[None]
+    out = masked_attention(q, k, v, hidden)
+    out.sum().backward()
+    assert (masks[0] == 0).any(-1).all()
+    assert (out[:, 0] == 0).all() and (q.grad[:, 0] == 0).all() and q.grad.isfinite().all()
+    hidden[0, 0, 2] = False
+    assert torch.equal(out[:, 1:], masked_attention(q, k, v, hidden)[:, 1:])
 
 
 # ------------------------------------------------------------------------------------------ drafts equal to the target

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from minillm.errors import TrainingError
+from minillm.training import continuations, target_evaluation
 from minillm.training.data import Windows
+from minillm.training.drafter_evaluation import evaluate_drafter
 from minillm.training.evaluate import compare, evaluate, repetition, tokens_per_forward
 from minillm.training.export import export
 from minillm.training.pretrain import dense_logits, new_model
 from minillm.training.stage_runs import as_shipped
+from minillm.training.target_evaluation import Amount, evaluate_target
 
 from .conftest import bits_per_byte, config
 
@@ -43,6 +49,28 @@ def test_same_models_give_the_same_numbers(corpus, pair):
     assert list(found) == list(drafts)
     assert found["once"] == found["again"] != found["itself"]
     assert found == evaluate(target, drafts, checkpoint, held_out, 2.0, rows=2, new_tokens=20, code_length=64)
+
+
+def test_every_evaluation_writes_its_text_in_fp32_on_the_device_of_the_target(corpus, monkeypatch):
+    """An engine would choose a GPU if there is one, and there the bf16 of the checkpoint."""
+    made = []
+
+    def engine(model, dtype="auto", device="auto", **options):
+        made.append((dtype, device))
+        raise LookupError
+
+    monkeypatch.setattr(continuations, "LLM", engine)
+    monkeypatch.setattr(target_evaluation, "LLM", engine)
+    target, folder = SimpleNamespace(embed_tokens=torch.nn.Embedding(1, 1, device="meta")), Path("target")
+    held_out = Windows(corpus, "held_out")
+    for measure in (
+        lambda: evaluate(target, {}, folder, held_out, 2.0, rows=2),
+        lambda: evaluate_drafter(None, None, target, folder, held_out),
+        lambda: evaluate_target(target, folder, corpus, Amount()),
+    ):
+        with pytest.raises(LookupError):
+            measure()
+    assert made == [("float32", "meta")] * 3
 
 
 def test_bits_per_byte_is_the_one_of_each_model_alone(corpus, pair):

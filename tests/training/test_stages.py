@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import signal
 from dataclasses import replace
@@ -17,7 +18,7 @@ from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, Trainer
 from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, EXTRAPOLATION, SHARES, unlikelihood_recipe
 from minillm.training.record import Hardware, RunRecord
-from minillm.training.run import add_arguments, run_from_args, train
+from minillm.training.run import DEVICES, add_arguments, run_from_args, train
 from minillm.training.stages import STAGES, run_stages
 from minillm.training.target_evaluation import Amount
 from minillm.training.trained_drafters import TRAINED
@@ -123,6 +124,25 @@ def test_trained_drafters_belong_to_the_exported_target(made, method, recwarn):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     assert not [warning for warning in recwarn if "was trained for" in str(warning.message)]
     assert llm.generate("def a", params)[0].outputs[0].text == plain.generate("def a", params)[0].outputs[0].text
+
+
+def test_an_interrupted_export_of_a_drafter_leaves_the_old_files(made, tmp_path, monkeypatch):
+    to = tmp_path / "minicoder-heads"
+    shutil.copytree(made.export_to / to.name, to)
+    for file in to.iterdir():
+        file.write_text("old")
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minillm.speculative.trained_drafter.save_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_stages(replace(made, export_to=tmp_path), ["heads"])
+    assert {file.read_text() for file in to.iterdir()} == {"old"}
+    assert [file.name for file in tmp_path.iterdir()] == [to.name]
+    run_stages(replace(made, export_to=tmp_path), ["heads"])
+    assert b"old" not in {file.read_bytes() for file in to.iterdir()}
 
 
 def test_drafters_can_be_trained_for_another_checkpoint(made, tmp_path):
@@ -261,6 +281,23 @@ def test_unfinished_target_is_not_distilled_from(made, tmp_path):
         run_stages(replace(made, folder=tmp_path), ["unlikelihood"])
 
 
+def test_a_drafter_that_fails_does_not_stop_the_others(monkeypatch):
+    def fails(pair):
+        raise TrainingError("the loss became nan at step 2")
+
+    ran = []
+    monkeypatch.setitem(STAGES, "draft", fails)
+    monkeypatch.setitem(STAGES, "heads", fails)
+    monkeypatch.setitem(STAGES, "prompt_tokens", lambda pair: ran.append("prompt_tokens"))
+    monkeypatch.setitem(STAGES, "spire", fails)
+    with pytest.raises(TrainingError, match=r"^heads: the loss became nan at step 2; spire: the loss"):
+        run_stages(None, ["heads", "prompt_tokens", "spire"])
+    assert ran == ["prompt_tokens"]
+    with pytest.raises(TrainingError, match=r"^the loss became nan at step 2$"):
+        run_stages(None, ["draft", "prompt_tokens"])
+    assert ran == ["prompt_tokens"]
+
+
 def test_unknown_stage_is_refused(tmp_path):
     with pytest.raises(TrainingError, match="no such stage: finetune"):
         train(folder=tmp_path, stages=["finetune"])
@@ -301,16 +338,21 @@ def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypat
     args = parser.parse_args(["--folder", str(tmp_path), "--stages", "distill", "export", "--distill-minutes", "3.5"])
     assert run_from_args(args) == 130
     assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 400
-    assert "continues from there" in capsys.readouterr().out
+    assert f"the same command continues from what is saved in {tmp_path}" in capsys.readouterr().out
+    args.begin_with = tmp_path  # which does not replace a run
+    assert run_from_args(args) == 130
+    assert "the same command without --begin-with continues" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--target-minutes", "0"], "--target-minutes: '0' must be a number above 0"),
-        (["--minutes", "nan"], "--minutes: 'nan' must be a number above 0"),
-        (["--minutes", "ten"], "--minutes: 'ten' must be a number above 0"),
+        (["--target-minutes", "0"], "--target-minutes: '0' must be a finite number above 0"),
+        (["--minutes", "nan"], "--minutes: 'nan' must be a finite number above 0"),
+        (["--minutes", "ten"], "--minutes: 'ten' must be a finite number above 0"),
+        (["--minutes", "inf"], "--minutes: 'inf' must be a finite number above 0"),
+        (["--ablation-tokens", "inf"], "--ablation-tokens: 'inf' must be a finite number above 0"),
         (["--threads", "0"], "--threads: 0 must be from 1 to"),
         (["--threads", "two"], "--threads: 'two' must be an integer from 1 to"),
     ],
@@ -358,6 +400,15 @@ def test_a_run_that_goes_on_by_another_recipe_says_so(made, tmp_path):
     assert "no decay, weight decay 0.2 (Muon); after 7,680 tokens weight decay 0.1\n" in card(facts)
 
 
+@pytest.mark.parametrize("name", ["target/state.pt", "target/recipes.json", "corpus/tokenizer.json"])
+def test_a_run_that_lacks_a_file_is_not_packed(made, tmp_path, name):
+    shutil.copytree(made.folder, tmp_path / "runs")
+    (tmp_path / "runs" / name).unlink()
+    with pytest.raises(TrainingError, match=f"{name} is missing.*run the stage"):
+        pack_run(tmp_path / "runs", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
 def test_packing_leaves_the_signals_as_they_are(made, tmp_path):
     parser, before = argparse.ArgumentParser(), signal.getsignal(signal.SIGTERM)
     add_arguments(parser)
@@ -376,6 +427,31 @@ def test_packing_leaves_the_signals_as_they_are(made, tmp_path):
 def test_an_option_that_this_machine_cannot_have_is_refused(tmp_path, monkeypatch, options, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(TrainingError, match=message):
+        train(folder=tmp_path, stages=["corpus"], **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(TrainingError, match="--device cuda:1 is not there; the last GPU of this machine is cuda:0"):
+        train(folder=tmp_path, stages=["corpus"], device="cuda:1")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"minutes": 0}, "minutes=0"),
+        ({"target_minutes": -1.0}, "target_minutes=-1.0"),
+        ({"draft_minutes": math.inf}, "draft_minutes=inf"),
+        ({"distill_minutes": math.nan}, "distill_minutes=nan"),
+        ({"drafter_minutes": {"heads": 0.0}}, "heads_minutes=0.0"),
+        ({"ablation_tokens": math.inf}, "ablation_tokens=inf"),
+    ],
+)
+def test_a_budget_without_an_end_or_of_nothing_is_refused(tmp_path, options, named):
+    with pytest.raises(TrainingError, match=f"^{named} must be a finite number above 0$"):
         train(folder=tmp_path, stages=["corpus"], **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -470,19 +546,23 @@ def test_checkpoint_never_replaces_a_run(made, tmp_path):
         unpack_run(tmp_path, tmp_path / "runs")
 
 
-def test_all_stages_fit_into_a_total_of_minutes() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_stages_fit_into_a_total_of_minutes(device) -> None:
     """A twentieth of the time is left for the text that the target writes."""
-    assert set(SHARES) | {"corpus", "decay", "export", *TRAINED} == set(STAGES)
-    own = sum(SHARES.values()) + SHARES["target"] * DECAY_SHARE + len(TRAINED) * DRAFTER_SHARE
+    shares = SHARES[device]
+    assert set(shares) | {"corpus", "decay", "export", *TRAINED} == set(STAGES)
+    own = sum(shares.values()) + shares["target"] * DECAY_SHARE + len(TRAINED) * DRAFTER_SHARE
     assert own < 0.95
 
 
-def test_minutes_are_shared_among_all_stages(tmp_path, monkeypatch):
-    pairs = []
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:1", "cuda")])
+def test_minutes_are_shared_among_all_stages(tmp_path, monkeypatch, device, kind):
+    pairs, shares = [], SHARES[kind]
+    monkeypatch.setattr("minillm.training.run._check_device", lambda device: None)
     monkeypatch.setattr("minillm.training.run.run_stages", lambda pair, stages: pairs.append(pair))
-    train(tmp_path, minutes=10)
-    train(tmp_path)
+    train(tmp_path, minutes=10, device=device)
+    train(tmp_path, device=device)
     shared, default = pairs
-    assert {stage: shared.recipe(stage).minutes for stage in SHARES} == {s: 10 * SHARES[s] for s in SHARES}
+    assert {stage: shared.recipe(stage).minutes for stage in shares} == {s: 10 * shares[s] for s in shares}
     assert {shared.recipe(method).minutes for method in TRAINED} == {10 * DRAFTER_SHARE}
     assert default.unlikelihood_recipe == unlikelihood_recipe()

@@ -25,7 +25,7 @@ from minillm.training.trained_drafters import TRAINED
 
 from .conftest import config
 
-RECIPE = Recipe(tokens=10 * 128, tokens_per_step=128, lengths=(32,), warmup_steps=2, save_every=1000)
+RECIPE = Recipe(tokens=10 * 128, tokens_per_step=128, lengths=(32,), warmup_steps=2)
 
 
 @pytest.fixture

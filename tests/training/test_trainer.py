@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from minillm.training.pretrain import Recipe, Trainer, new_model, next_token_los
 from .conftest import bits_per_byte, config
 
 # Minutes without end: progress, and with it the learning rate, follows the tokens, so runs can be compared exactly.
-RECIPE = Recipe(tokens=16 * 256, tokens_per_step=256, lengths=(32, 64), warmup_steps=4, save_every=1000)
+RECIPE = Recipe(tokens=16 * 256, tokens_per_step=256, lengths=(32, 64), warmup_steps=4)
 
 
 class StopPressedError(Exception):
@@ -76,6 +77,108 @@ def test_interrupt_in_the_midst_of_an_update_keeps_the_last_whole_state(corpus, 
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     assert (tmp_path / "state.pt").read_bytes() == saved
+
+
+def test_an_interrupt_in_the_midst_of_an_update_waits_for_its_end(corpus, tmp_path, monkeypatch):
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path)
+    update = trainer.optimizers[1].step
+
+    def interrupted(closure=None):
+        signal.raise_signal(signal.SIGINT)
+        return update()
+
+    monkeypatch.setattr(trainer.optimizers[1], "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 1
+    assert len(losses(tmp_path)) == 1
+
+
+def test_a_second_interrupt_does_not_wait(corpus, tmp_path, monkeypatch):
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path)
+
+    def interrupted(closure=None):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second interrupt waits")
+
+    monkeypatch.setattr(trainer.optimizers[1], "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert not trainer.state_file.exists()
+
+
+def test_a_paused_run_can_be_interrupted(corpus, tmp_path, monkeypatch):
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path / "target")
+    (tmp_path / "pause").touch()
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("minillm.training.pretrain.time.sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert len(waits) == 1 and trainer.step == 0
+
+
+def test_states_are_saved_by_the_time_of_training(corpus, tmp_path, monkeypatch):
+    """Each of the 16 steps takes 8 seconds."""
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path)
+    saved = []
+    monkeypatch.setattr("minillm.training.pretrain.time.perf_counter", lambda: 8.0 * trainer.step)
+    monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
+    trainer.run()
+    assert saved == [4, 8, 12, 16, 16], "after half a minute each, and at the end"
+
+
+def test_encoding_the_text_first_is_no_training_time(corpus, tmp_path, monkeypatch):
+    seconds = [0.0]
+
+    class Encoding(Recorded):
+        def batch(self, step, rows, length):
+            if not self.steps:
+                seconds[0] += 100
+            return super().batch(step, rows, length)
+
+    monkeypatch.setattr("minillm.training.pretrain.time.perf_counter", lambda: seconds[0])
+    trainer = Trainer(new_model(config()), Encoding(Passes(corpus)), RECIPE, tmp_path)
+    trainer.run()
+    assert (trainer.step, trainer.seconds) == (16, 0.0)
+
+
+class Raising(torch.autograd.Function):
+    """A number whose backward pass raises `problem`."""
+
+    @staticmethod
+    def forward(ctx, number, problem):
+        ctx.problem = problem
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ctx.problem
+
+
+def test_a_backward_pass_that_cannot_be_compiled_is_told_with_the_way_out(corpus, tmp_path):
+    """PyTorch compiles it when it first runs. Other errors stay as they are."""
+    for problem, error, message in (
+        (
+            torch._dynamo.exc.TorchDynamoException("CppCompileError: no compiler\nmore"),
+            TrainingError,
+            r"backward pass \(CppCompileError: no compiler\); set TORCH_COMPILE_DISABLE=1",
+        ),
+        (RuntimeError("out of memory"), RuntimeError, "out of memory"),
+    ):
+
+        def loss(model, inputs, targets, problem=problem):
+            return Raising.apply(next_token_loss(model, inputs, targets), problem)
+
+        trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path / error.__name__, loss)
+        with pytest.raises(error, match=message):
+            trainer.run()
+        assert trainer.state_file.exists()
 
 
 def test_loss_that_is_no_number_stops_before_it_spoils_the_weights(corpus, tmp_path):
@@ -164,7 +267,7 @@ def test_a_branch_reads_its_own_data_from_the_beginning(corpus, tmp_path):
             new_model(config()), data, recipe, tmp_path / "branch", stopping_after(3), branch_of=stable.state_file
         ).run()
     Trainer(new_model(config()), data, recipe, tmp_path / "branch", branch_of=stable.state_file).run()
-    assert data.steps == [0, 1, 2, 3, 3]
+    assert data.steps == [0, 0, 1, 2, 3, 3, 3], "each session reads its first batch twice"
 
 
 def test_a_run_from_a_gpu_goes_on_elsewhere(corpus, tmp_path):

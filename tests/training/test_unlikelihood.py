@@ -136,7 +136,7 @@ def test_an_interrupted_run_goes_on_to_the_bit(stop: int, corpus: Path, tmp_path
     """Every second step has own text, and eight such steps share a writing. The run stops in the first writing and in
     the second."""
     lengths = (96, 128)
-    recipe = Recipe(tokens=20 * 384, tokens_per_step=384, lengths=lengths, warmup_steps=1, adam_lr=0.1, save_every=3)
+    recipe = Recipe(tokens=20 * 384, tokens_per_step=384, lengths=lengths, warmup_steps=1, adam_lr=0.1)
 
     def trainer(folder: str, loss: Loss) -> Trainer:
         model = new_model(config())

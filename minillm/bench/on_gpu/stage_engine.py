@@ -112,21 +112,31 @@ def _generate(
 ) -> Tokens:
     from minillm import LLM, SamplingParams
 
+    params = SamplingParams(max_tokens=setup.size_for(48, 3), ignore_eos=True, detokenize=False, **sampling)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
     # A rehearsal's engine would choose the CPU executor: it starts in plain PyTorch and gets the kernels afterwards.
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         llm = LLM(model, enforce_eager=way == "eager" or setup.is_rehearsal, max_num_seqs=len(prompts), **options)
-    runners = [llm.engine.runner, *([drafter.runner] if (drafter := llm.engine.drafter) else [])]  # type: ignore
-    if way != "eager" and (way == "kernels" or setup.is_rehearsal):
-        for runner in runners:
-            use_kernels(setup, runner, len(prompts), llm.max_model_len, use_graphs=way == "graphs")
-    if way != "eager" and any(runner.executor is None for runner in runners):
-        reasons = "; ".join(str(warning.message) for warning in warned) or "no reason was given"
-        raise RuntimeError(f"no executor supports the model, so it would run in plain PyTorch: {reasons}")
-    params = SamplingParams(max_tokens=setup.size_for(48, 3), ignore_eos=True, detokenize=False, **sampling)
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(given, params, use_tqdm=False)
+        runners = [llm.engine.runner, *([drafter.runner] if (drafter := llm.engine.drafter) else [])]  # type: ignore
+        if way != "eager" and (way == "kernels" or setup.is_rehearsal):
+            for runner in runners:
+                use_kernels(setup, runner, len(prompts), llm.max_model_len, use_graphs=way == "graphs")
+        if way != "eager" and any(runner.executor is None for runner in runners):
+            raise RuntimeError(f"no executor supports the model, so it would run in plain PyTorch: {_reasons(warned)}")
+        outputs = llm.generate(given, params, use_tqdm=False)
+    if way == "graphs" and not setup.is_rehearsal and not all(_uses_graphs(runner.executor) for runner in runners):
+        raise RuntimeError(f"steps ran without CUDA graphs: {_reasons(warned)}")
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def _reasons(warned: list[warnings.WarningMessage]) -> str:
+    return "; ".join(str(warning.message) for warning in warned) or "no reason was given"
+
+
+def _uses_graphs(executor: Any) -> bool:
+    """Whether a `GpuExecutor` has captured steps. It gives up capturing when one cannot be captured."""
+    return executor.capture is not None and bool(executor.prepared)
 
 
 def _prompts(setup: StageSetup, model: str) -> Tokens:

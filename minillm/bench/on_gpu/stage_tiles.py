@@ -1,14 +1,16 @@
 """Stage 7 of the GPU benchmark: the fastest tiles of the quantised products on this GPU, at the shapes of an 8B model.
 
 Its results are lines to paste into `ops.triton.tiles.MEASURED`. Only candidates near the defaults are tried, because
-compiling each takes a second; the number tried is reported. The default is always one of them. The matrix is the
-largest of a layer, and the timer clears the L2 cache between two runs.
+compiling each takes a second; the number tried is reported. Among them are always the default and the tiles that were
+the fastest on another GPU. The matrix is the largest of a layer, and the timer clears the L2 cache between two runs.
+Tiles of narrow matrices are not measured.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -56,9 +58,10 @@ def find_tiles(setup: StageSetup, report: Report) -> None:
 def _one_product(setup: StageSetup, report: Report, kind: str, rows: str, seconds: float) -> None:
     """Find the tiles of one kind and number of rows in about `seconds`, then time the default tiles."""
     default = tiles.choose(kind, ROWS[rows], *_shape(setup), setup.half)
-    trial = Trial(product(setup, kind, ROWS[rows]), default, seconds, setup.size_for(None, 2))
+    known = [found for (_, of, size), found in tiles.MEASURED.items() if (of, size) == (kind, rows)]
+    trial = Trial(product(setup, kind, ROWS[rows]), [default, *known], seconds, setup.size_for(math.inf, 2))
     with _timer(setup):
-        best, milliseconds = tiles.measure(trial, ROWS[rows], [default])
+        best, milliseconds = tiles.measure(trial, ROWS[rows], trial.always)
     report.measured(_best(kind, rows), milliseconds, "ms", rows=ROWS[rows], tiles=str(best), tried=trial.tried)
     if not setup.is_rehearsal:
         line = f'    ("{machine.gpu_name()}", "{kind}", "{rows}"): {best},'
@@ -76,11 +79,11 @@ def _best(kind: str, rows: str) -> str:
 class Trial:
     """One product, as `tiles.measure` calls it. It skips candidates by raising the error for too few resources.
 
-    The default tiles are never skipped.
+    The tiles `always` are never skipped. Others are when `seconds` are over or `most` tiles have been tried.
     """
 
-    def __init__(self, run: Callable[[Tiles], Any], default: Tiles, seconds: float, most: int | None) -> None:
-        self.run, self.default, self.seconds, self.most = run, default, seconds, most
+    def __init__(self, run: Callable[[Tiles], Any], always: Sequence[Tiles], seconds: float, most: float) -> None:
+        self.run, self.always, self.seconds, self.most = run, always, seconds, most
         self.began, self.tried, self.last = time.monotonic(), 0, None
 
     def __call__(self, chosen: Tiles) -> Any:
@@ -88,8 +91,8 @@ class Trial:
         from triton.runtime.errors import OutOfResources
 
         if chosen != self.last:
-            late = self.tried and (time.monotonic() - self.began > self.seconds or self.tried == self.most)
-            if chosen != self.default and (late or not is_likely(chosen)):
+            late = self.tried and (time.monotonic() - self.began > self.seconds or self.tried >= self.most)
+            if chosen not in self.always and (late or not is_likely(chosen)):
                 raise OutOfResources(0, 0, "time")
             self.tried, self.last = self.tried + 1, chosen
         return self.run(chosen)

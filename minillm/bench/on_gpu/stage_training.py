@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.training.compiling import Compiled
-from minillm.training.pretrain import Recipe, Trainer, new_model, next_token_loss
+from minillm.training.pretrain import Loss, Recipe, Trainer, new_model, next_token_loss
 from minillm.training.recipes import DRAFT, TARGET
 
 SAME = Target(at_most=0.02)
@@ -37,23 +39,38 @@ class RandomTokens:
 
 
 def training(setup: StageSetup, report: Report) -> None:
-    """Train in both ways, compare the losses of all steps, and report the tokens per second."""
+    """Train in both ways, reporting the tokens per second of each, and compare the losses of all steps."""
+    loss = Compiled(next_token_loss) if not setup.is_rehearsal else next_token_loss
+    with tempfile.TemporaryDirectory() as folder:
+        captured, plain = (
+            report.part(_rate(name), _one_way, setup, report, loss, Path(folder, name), name)
+            for name in (CAPTURED, PLAIN)
+        )
+    if captured is not None and plain is not None:
+        apart = max(abs(a - b) for a, b in zip(captured, plain, strict=True))
+        report.counted("losses of captured steps, largest difference", apart, "nats", SAME, steps=len(plain))
+
+
+def _one_way(setup: StageSetup, report: Report, loss: Loss, folder: Path, name: str) -> list[float]:
+    """Train in one way and report its tokens per second. Returns the loss of every step."""
     config, steps = setup.size_for((TARGET, 50), (DRAFT, 3))
     recipe = setup.size_for(Recipe(), Recipe(tokens_per_step=64, lengths=(32,)))
-    loss = Compiled(next_token_loss) if not setup.is_rehearsal else next_token_loss
-    losses: dict[str, list[float]] = {}
-    seconds: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in (CAPTURED, PLAIN):
-            model = new_model(config).to(setup.device)
-            trainer = Trainer(model, RandomTokens(), recipe, Path(folder, name), loss, capture=name == CAPTURED)
-            losses[name], seconds[name] = [], []
-            for _ in range(steps):
-                began = time.perf_counter()
-                losses[name].append(trainer.train_step())
-                seconds[name].append(time.perf_counter() - began)
-    apart = max(abs(a - b) for a, b in zip(losses[CAPTURED], losses[PLAIN], strict=True))
-    report.counted("losses of captured steps, largest difference", apart, "nats", SAME, steps=steps)
-    for name, times in seconds.items():
-        rates = sorted(recipe.tokens_per_step / s for s in times[WARM_UP:])
-        report.measured(f"training the target, {name}", rates, "tokens/s", tokens_per_step=recipe.tokens_per_step)
+    model = new_model(config).to(setup.device)
+    trainer = Trainer(model, RandomTokens(), recipe, folder, loss, capture=name == CAPTURED)
+    losses, rates = [], []
+    with redirect_stdout(StringIO()) as notices:  # why steps are not compiled or not captured
+        for _ in range(steps):
+            began = time.perf_counter()
+            losses.append(trainer.train_step())
+            rates.append(recipe.tokens_per_step / (time.perf_counter() - began))
+    if notices.getvalue():
+        report.note(f"{_rate(name)}: notices", notices.getvalue().strip())
+    if name == CAPTURED and not setup.is_rehearsal:
+        report.counted("training steps captured as CUDA graphs", trainer.num_graphs, "of 1 shape", Target(at_least=1))
+    report.measured(_rate(name), rates[WARM_UP:], "tokens/s", tokens_per_step=recipe.tokens_per_step)
+    return losses
+
+
+def _rate(name: str) -> str:
+    """Return the name of the metric of one way."""
+    return f"training the target, {name}"
