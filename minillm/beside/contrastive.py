@@ -3,7 +3,7 @@
     loss = mean over i of   log Σ_j e^{x_i · y_j / τ}  -  x_i · y_i / τ          (InfoNCE)
 
 Written plainly, it needs the n × n matrix of similarities, and its gradient needs it again. But of a row only its
-log-sum-exp is needed, and that can be merged from tiles (as in `ops.lse_merge`). The backward pass computes each tile
+log-sum-exp is needed, and that can be merged from those of tiles: log(e^a + e^b). The backward pass computes each tile
 once more:
 
     d loss / d x_i = (Σ_j p_ij y_j - y_i) / (n τ),       p_ij = e^{x_i · y_j / τ - lse_i}

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 Q8_BLOCK = 32
 """Weights of a row that share a scale in Q8_0. A matrix whose row length is not a multiple is stored as f16."""
+LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0}
+"""The largest weight of a type whose numbers, or in Q8_0 scales, are float16. The others reach as far as float32."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,10 @@ class GgufExport:
 def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> GgufExport:
     """Write the checkpoint `name` (see `resolve`) to the new file `file`, its matrices as `kind` (see `TYPES`).
 
-    The model is held in memory in fp32 and converted one matrix at a time. `file` appears when it is complete. Raises
-    `ConfigError` for an unknown type or a file that exists already, `UnsupportedError` if llama.cpp cannot compute the
-    same or the `gguf` package is missing, `CheckpointError` if the checkpoint cannot be read.
+    The model is held in memory in fp32 and converted one matrix at a time. Until the file is complete its name ends in
+    `.part`. Raises `ConfigError` for an unknown type or a file that exists already, `UnsupportedError` if llama.cpp
+    cannot compute the same, a weight is too large for `kind` or the `gguf` package is missing, `CheckpointError` if the
+    checkpoint cannot be read or holds NaN or infinity.
     """
     _check_call(file, kind)
     gguf = import_gguf()
@@ -60,19 +65,17 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
     stored = stored_scheme(folder)
     if stored is not None:
         raise UnsupportedError(f"{name} is quantised ({stored.method}); export the original checkpoint, e.g. as q8_0")
-    model = load_model(folder, torch.float32)
-    config = model.config
-    tokenizer = _tokenizer(folder, config)
-    part = file.with_name(file.name + ".part")
-    writer = gguf.GGUFWriter(part, architecture)
+    part = _new_part(file)
     try:
-        _write_shape(writer, gguf, config, folder.name, kind)
-        _write_tokenizer(writer, tokenizer, config)
-        _write_tensors(writer, gguf, partial(gguf_tensors, gguf, model, architecture), kind, progress)
-        writer.close()
+        model = load_model(folder, torch.float32)
+        config = model.config
+        tokenizer = _tokenizer(folder, config)
+        with closing(gguf.GGUFWriter(part, architecture)) as writer:
+            _write_shape(writer, gguf, config, folder.name, kind)
+            _write_tokenizer(writer, tokenizer, config)
+            _write_tensors(writer, gguf, partial(gguf_tensors, gguf, model, architecture), kind, progress)
         part.replace(file)
     finally:
-        writer.close()
         part.unlink(missing_ok=True)
     return GgufExport(file, file.stat().st_size, architecture, tokenizer)
 
@@ -141,6 +144,18 @@ def _check_call(file: Path, kind: str) -> None:
         raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
 
 
+def _new_part(file: Path) -> Path:
+    """Create the empty file that becomes `file`. No other export can create it as long as it is there."""
+    part = file.with_name(file.name + ".part")
+    try:
+        part.touch(exist_ok=False)
+    except FileExistsError:
+        raise ConfigError(
+            f"{part} exists: another export to {file.name} is running or was killed; wait for it, or remove that file"
+        ) from None
+    return part
+
+
 def _tokenizer(folder: Path, config: ModelConfig) -> GgufTokenizer | None:
     try:
         tokenizer = Tokenizer.from_folder(folder)
@@ -197,6 +212,7 @@ def _write_tensors(
     kinds = []
     for name, tensor in tensors():
         kinds.append(stored_as := _kind(gguf, tensor, kind))
+        _check_weights(name, tensor, stored_as.name)
         shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored_as)
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=stored_as)
     writer.write_header_to_file()
@@ -205,6 +221,18 @@ def _write_tensors(
     pairs = zip(tensors(), kinds, strict=True)
     for (_, tensor), stored_as in tqdm(pairs, "writing", len(kinds), unit=" tensors", disable=not progress):
         writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().numpy(), stored_as))
+
+
+def _check_weights(name: str, tensor: Tensor, stored_as: str) -> None:
+    """Raise for weights that llama.cpp would read as NaN or infinity. `stored_as`: a value of `TYPES`."""
+    low, high = tensor.aminmax()
+    largest = max(-low, high).item()
+    if not isfinite(largest):
+        raise CheckpointError(f"{name} contains NaN or infinity; fetch the checkpoint again")
+    if largest > (limit := LARGEST.get(stored_as, inf)):
+        raise UnsupportedError(
+            f"{name} holds a weight of size {largest:.3g}, and {stored_as} ends at {limit:,.0f}; export as bf16 or f32"
+        )
 
 
 def _kind(gguf: Any, tensor: Tensor, kind: str) -> Any:

@@ -1,10 +1,11 @@
 """The ops, their implementations, and the choice of an implementation for a device.
 
     reference   PyTorch, on any device: the others are tested against it
-    triton      a kernel: on a GPU, or on a CPU in Triton's interpreter if `TRITON_INTERPRET=1` is set
+    triton      a kernel: on an NVIDIA GPU, or on a CPU in Triton's interpreter if `TRITON_INTERPRET=1` is set
 
-All implementations of an op take the same arguments. They are listed as `module:function` and imported when they are
-chosen, so Triton is not imported on a machine that does not use it.
+All implementations of an op take the same arguments; a kernel raises `UnsupportedError` for those that it cannot
+compute with. They are listed as `module:function` and imported when they are chosen, so Triton is not imported on a
+machine that does not use it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Op:
     """The implementations of one op, each as `module:function`."""
 
     reference: str
-    triton: str | None = None
+    triton: str
     oldest_gpu: tuple[int, int] = TURING
     """The least compute capability that the kernel runs on."""
 
@@ -38,7 +39,7 @@ class Op:
 def _op(module: str, function: str, file: str | None = None, oldest_gpu: tuple[int, int] = TURING) -> Op:
     """An op whose reference is in `ops/<module>.py`, and its kernel, of the same name, in `ops/triton/<file>.py`."""
     kernel = f"minillm.ops.triton.{file or module}:{function}"
-    return Op(f"minillm.ops.{module}:{function}", kernel, oldest_gpu=oldest_gpu)
+    return Op(f"minillm.ops.{module}:{function}", kernel, oldest_gpu)
 
 
 OPS: dict[str, Op] = {
@@ -79,16 +80,19 @@ def implementations(name: str, device: torch.device | str) -> list[str]:
     """Return the implementations that run on `device`, best first. Raises `UnknownOptionError` for an unknown op."""
     if name not in OPS:
         raise UnknownOptionError(f"there is no op {name!r}; there are {', '.join(OPS)}")
-    listed = OPS[name]
-    runs = {"triton": triton_runs(torch.device(device), listed.oldest_gpu), "reference": True}
-    return [key for key, can_run in runs.items() if can_run and getattr(listed, key) is not None]
+    runs_kernels = triton_runs(torch.device(device), OPS[name].oldest_gpu)
+    return ["triton", "reference"] if runs_kernels else ["reference"]
 
 
 def triton_runs(device: torch.device, oldest_gpu: tuple[int, int] = TURING) -> bool:
-    """Whether kernels run on this device: on a GPU that is new enough, or on a CPU in the interpreter."""
+    """Whether kernels run on this device: on an NVIDIA GPU that is new enough, or on a CPU in the interpreter.
+
+    PyTorch for ROCm also calls an AMD GPU `cuda`, and the version of its architecture a compute capability.
+    """
     if device.type == "cpu":
         return interpreted() and has_triton()
-    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= oldest_gpu
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and has_triton() and torch.cuda.get_device_capability(device) >= oldest_gpu
 
 
 def interpreted() -> bool:

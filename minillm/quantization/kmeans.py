@@ -42,11 +42,6 @@ class SortedRows:
         return self.sums.gather(2, ends.expand(3, -1, -1)).diff(dim=2)
 
 
-def weighted_kmeans(values: Tensor, weights: Tensor, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
-    """Run `run_kmeans` on `values` and their `weights`, both `[rows, columns]`."""
-    return run_kmeans(SortedRows(values, weights), centroids, rounds)
-
-
 def run_kmeans(rows: SortedRows, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
     """Run k-means on each row, starting from `centroids` (`[rows, k]`).
 

@@ -185,8 +185,9 @@ def _kernel(scheme: Scheme) -> str | None:
 
 
 def is_capturable(model: Decoder) -> bool:
-    """Whether all products of the step are PyTorch's on floats or ops of `PRODUCTS`. Other schemes might wait for the
-    device."""
+    """Whether a step may be recorded: no product in it waits for the device. PyTorch's on floats and the ops of
+    `PRODUCTS` do not, nor does the module of `W8A8`, which multiplies where its op has no kernel (before sm_80). Other
+    schemes might."""
     quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     return all(_kernel(module.scheme) is not None for module in quantized)
 

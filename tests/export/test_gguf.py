@@ -17,7 +17,7 @@ from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export import gguf as exporter
 from minillm.export.gguf import TYPES, architecture_of, export_gguf, interleave
 from minillm.models.held_out import held_out_prompts
-from minillm.models.loading import load_config, load_model, resolve, stored_tensors
+from minillm.models.loading import load_config, load_model, resolve, save_llama, stored_tensors
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 from tests.models.hf_checkpoints import CASES, make
@@ -135,6 +135,39 @@ def test_smaller_types_round_to_nearest_and_leave_vectors_alone(tiny: TinyPair, 
         assert (error <= down.abs() * (2**-11 if kind == "f16" else 2**-8) + 1e-7).all()
 
 
+def with_weight(source: Path, folder: Path, value: float) -> Path:
+    """Save the model of `source` with `value` as the first weight of a matrix."""
+    model = load_model(source, torch.float32)
+    model.layers[1].mlp.down_proj.weight[0, 0] = value
+    save_llama(model, folder, torch.float32)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_a_weight_beyond_float16_is_written_by_a_type_that_holds_it(tiny: TinyPair, tmp_path: Path, kind: str) -> None:
+    export_gguf(str(with_weight(tiny.target, tmp_path / "model", 1e6)), tmp_path / "out.gguf", kind)
+    [own] = [t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors if t.name == "blk.1.ffn_down.weight"]
+    assert gguf.quants.dequantize(own.data, own.tensor_type)[0, 0] == pytest.approx(1e6, rel=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "problem", "words"),
+    [
+        (1e6, "f16", UnsupportedError, r"holds a weight of size 1e\+06, and F16 ends at 65,504; export as bf16 or f32"),
+        (-1e7, "q8_0", UnsupportedError, r"holds a weight of size 1e\+07, and Q8_0 ends at 8,319,008; export as"),
+        (float("nan"), "f32", CheckpointError, "contains NaN or infinity"),
+        (float("-inf"), "bf16", CheckpointError, "contains NaN or infinity"),
+    ],
+)
+def test_a_weight_that_the_type_cannot_hold_is_refused(
+    tiny: TinyPair, tmp_path: Path, value: float, kind: str, problem: type[Exception], words: str
+) -> None:
+    folder = with_weight(tiny.target, tmp_path / "model", value)
+    with pytest.raises(problem, match=r"^blk\.1\.ffn_down\.weight " + words):
+        export_gguf(str(folder), tmp_path / "out.gguf", kind)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_llama_cpp_would_compute_otherwise_is_refused(case: str, tmp_path: Path) -> None:
     folder = make(case, tmp_path / "model").folder
@@ -196,6 +229,17 @@ def test_an_export_that_fails_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         export_gguf(str(tiny.target), tmp_path / "out.gguf", "f32")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_unfinished_file_of_another_export_is_left_alone(
+    tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "load_model", lambda *_: pytest.fail("loaded first"))
+    part = tmp_path / "out.gguf.part"
+    part.write_text("begun")
+    with pytest.raises(ConfigError, match=r"out\.gguf\.part exists: another export to out\.gguf is running"):
+        export_gguf(str(tiny.target), tmp_path / "out.gguf", "f32")
+    assert part.read_text() == "begun"
 
 
 def test_mistakes_are_told_before_anything_is_loaded(

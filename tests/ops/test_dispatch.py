@@ -46,6 +46,14 @@ def test_a_gpu_gets_kernels_if_it_is_new_enough_and_triton_is_there(
     assert implementations("paged_attention", "cuda:0")[-1] == "reference"
 
 
+def test_an_amd_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch for ROCm calls it `cuda`, and an MI300X has the capability (9, 4)."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    assert implementations("paged_attention", "cuda") == ["reference"]
+
+
 def test_the_gpu_that_is_asked_about_decides_not_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda,

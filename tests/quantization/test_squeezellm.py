@@ -9,7 +9,7 @@ from torch import Tensor
 from minillm.errors import CheckpointError
 from minillm.quantization.base import LayerStatistics
 from minillm.quantization.groups import dequantize_groups, quantize_groups
-from minillm.quantization.kmeans import SortedRows, nearest, weighted_kmeans
+from minillm.quantization.kmeans import SortedRows, nearest, run_kmeans
 from minillm.quantization.schemes import make_scheme
 from minillm.quantization.squeezellm import MIN_IMPORTANCE, SqueezeLLM, fit_codebooks, importance
 
@@ -39,7 +39,7 @@ def by_hand(values: Tensor, counts: Tensor, centroids: Tensor) -> Tensor:
 def test_the_objective_never_rises_and_is_what_it_says() -> None:
     x, counts = weight(), seen(weight()).squared_gradients
     start = x[:, :8].sort(dim=1).values
-    centroids, objectives = weighted_kmeans(x, counts, start, rounds=25)
+    centroids, objectives = run_kmeans(SortedRows(x, counts), start, rounds=25)
     assert objectives.shape == (26, 24)
     assert torch.allclose(objectives[0], by_hand(x, counts, start), rtol=1e-9)
     assert torch.allclose(objectives[-1], by_hand(x, counts, centroids), rtol=1e-9)
@@ -57,7 +57,7 @@ def test_rows_that_have_settled_are_left_out_and_nothing_changes(monkeypatch: py
         plain.append(torch.where(mass > 0, first / mass, plain[-1]).sort(dim=1).values)
     asked, clusters = [], SortedRows.clusters
     monkeypatch.setattr(SortedRows, "clusters", lambda own, c: asked.append(len(c)) or clusters(own, c))
-    centroids, objectives = weighted_kmeans(values, weights, start)
+    centroids, objectives = run_kmeans(rows, start)
     assert torch.equal(centroids, plain[-1])
     for found, then in zip(objectives, plain, strict=True):
         mass, first, second = clusters(rows, then)
@@ -68,7 +68,7 @@ def test_rows_that_have_settled_are_left_out_and_nothing_changes(monkeypatch: py
 
 def test_each_centroid_ends_at_the_weighted_mean_of_its_values() -> None:
     x, counts = weight(3, 60), seen(weight(3, 60)).squared_gradients
-    centroids, _ = weighted_kmeans(x, counts, x[:, :4], rounds=200)
+    centroids, _ = run_kmeans(SortedRows(x, counts), x[:, :4], rounds=200)
     codes = nearest(x, centroids)
     for row in range(3):
         for k in range(4):

@@ -245,6 +245,31 @@ def test_cuda_warms_up_and_captures_on_one_side_stream_with_one_pool(monkeypatch
         capture(fails)
     assert calls[-1] == ("back to", "current")
 
+    @contextmanager
+    def ends_with_an_error(*given: object, **options: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def fails_when_captured(problem: BaseException) -> Callable[[], None]:
+        runs = []
+
+        def function() -> None:
+            runs.append(1)
+            if len(runs) > gpu_executor.WARM_UPS:
+                raise problem
+
+        return function
+
+    monkeypatch.setattr(torch.cuda, "graph", ends_with_an_error)
+    with pytest.raises(gpu_executor.CaptureError, match="item waits for the device"):
+        capture(fails_when_captured(RuntimeError("item waits for the device")))
+    assert calls[-1] == ("back to", "current")
+    with pytest.raises(KeyboardInterrupt):
+        capture(fails_when_captured(KeyboardInterrupt()))
+    assert calls[-1] == ("back to", "current")
+
 
 # Tests of the recorder: bugs that a CUDA graph would turn into crashes or stale results.
 

@@ -18,9 +18,10 @@ from minillm.quantization.awq import AWQ
 from minillm.quantization.base import LayerStatistics, QuantizedLinear, Scheme
 from minillm.quantization.int4 import Int4
 from minillm.quantization.int8 import Int8
-from minillm.quantization.w8a8 import W8A8
+from minillm.quantization.w8a8 import W8A8, int_mm_is_exact, padded_product
 from minillm.runtime.gpu_step import Ops, Weights, forward, is_capturable, linear_op
 from minillm.runtime.runner import ModelRunner
+from tests.no_waiting import NoWaiting
 from tests.ops.triton.conftest import interpreter  # noqa: F401  (and kernels are imported for the interpreter)
 from tests.runtime.gpu_cases import SHAPES, SMALL, WHERE, random_model, relative, runner_of, steps
 
@@ -103,6 +104,19 @@ def test_a_weight_without_a_kernel_here_is_multiplied_by_its_module(monkeypatch:
     assert linear_op(linear, WHERE) is linear
     monkeypatch.undo()
     assert linear_op(linear, WHERE, "reference") is not linear
+
+
+def test_the_module_of_w8a8_does_not_wait_and_may_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU before sm_80 has no kernel for it."""
+    if not int_mm_is_exact():
+        pytest.skip("torch._int_mm cuts off on this processor, or does not run")
+    monkeypatch.setattr("minillm.quantization.w8a8.integer_product", padded_product)  # what it is on a GPU
+    model = quantize_model(random_model(SMALL), W8A8())
+    linear = model.layers[0].o_proj
+    x = torch.randn(3, linear.in_features, device=WHERE)
+    with NoWaiting():
+        linear(x)
+    assert is_capturable(model)
 
 
 def test_the_cache_is_left_as_the_plain_way_leaves_it() -> None:

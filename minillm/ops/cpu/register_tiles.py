@@ -276,11 +276,12 @@ def add_words(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
 
 
 def add_pairs(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
-    """sums + the two products of each lane; `a`, `b`: two bfloat16s per lane. The even product is added first, then the
-    odd one: in one instruction (`vdpbf16ps`, which counts numbers below 2^-126 as zero), otherwise as floats."""
+    """sums + the two products of each lane; `a`, `b`: two bfloat16s per lane. The odd product is added first, then the
+    even one: in one instruction (`vdpbf16ps`, which counts numbers below 2^-126 as zero), otherwise as floats."""
     if processor().bfloat_products:
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, a, b)
-    for x, y in zip(even_and_odd(builder, a), even_and_odd(builder, b), strict=True):
+    (even_a, odd_a), (even_b, odd_b) = even_and_odd(builder, a), even_and_odd(builder, b)
+    for x, y in ((odd_a, odd_b), (even_a, even_b)):
         sums = call(builder, "llvm.fma.v16f32", FLOATS, x, y, sums)
     return sums
 

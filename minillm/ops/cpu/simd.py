@@ -232,9 +232,12 @@ def half_bits(typing: Any, number: Any) -> Any:
 
 
 def _round_to_bfloat(builder: ir.IRBuilder, bits: Any, constant: Callable[[int], Any]) -> Any:
-    """The bits of float32s, rounded in their upper halves to the nearest bfloat16; halves round to even."""
+    """The bits of the bfloat16s nearest to float32s, given as their bits; halves round to even. NaN stays NaN: the sum
+    below could carry from its last bits into its sign."""
     odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    return builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
+    rounded = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), constant(0x7F800000))
+    return builder.select(is_nan, constant(0x7FC0), rounded)
 
 
 @intrinsic

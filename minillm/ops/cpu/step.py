@@ -286,7 +286,7 @@ def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, lo
     If `drafted` (`[requests, steps]`, int64) has columns, the step is repeated until they are filled, each time with
     the argmax of every request as its next token; `inputs.wanted` must then be the last row of each request. Where
     logits are NaN or infinite, `drafted` has `NO_TOKEN`.
-    `inputs.token_ids` and `inputs.requests` are overwritten.
+    `inputs.token_ids`, `inputs.requests` and `inputs.wanted` are overwritten.
     """
     team = join_team(sync, threads)
     if team.thread_id < 0:

@@ -32,9 +32,13 @@ def num_sms() -> int:
 
 
 def shared_memory() -> int:
-    """Return the bytes of shared memory that one program can have on the current GPU (CUDA C++ Programming Guide,
-    technical specifications per compute capability)."""
-    major, minor = capability()
+    """Return the bytes of shared memory that one program can have on the current GPU."""
+    return shared_memory_of(*capability())
+
+
+def shared_memory_of(major: int, minor: int) -> int:
+    """Return the bytes of shared memory that one program can have on a GPU of this compute capability (CUDA C++
+    Programming Guide, technical specifications per compute capability)."""
     if major < 8:
         return 64 * 1024
     if major in (9, 10):

@@ -361,12 +361,20 @@ def paged_attention(
     request. A tree has at most 64 tokens; a request without one has masks of -1 and may have any number. Every token
     attends to all tokens cached before the step. A batch for a CUDA graph brings its own tiling (`Tiling`) and metadata
     (`AttentionMetadata`) as plans: then only `query_start[-1]` and the number of requests are read from its lists.
-    Raises `UnsupportedError` for a tree with a window, and for pools in an unknown format.
+    Raises `UnsupportedError` for a tree with a window, for pools in an unknown format, and for keys and values that
+    differ in format or shape.
     """
     q, (num_tokens, heads, dim) = contiguous_last_dims(q, 2), q.shape
     num_kv = keys.shape[1]
-    stored = KernelPools.of(keys), KernelPools.of(values)
-    bits, channels, planes = stored[0].bits, stored[0].channels, stored[0].planes
+    key_pools, value_pools = KernelPools.of(keys), KernelPools.of(values)
+    bits, channels, planes = key_pools.bits, key_pools.channels, key_pools.planes
+    key_format = (bits, channels, *keys.shape[1:])
+    value_format = (value_pools.bits, value_pools.channels, *values.shape[1:])
+    if key_format != value_format:
+        raise UnsupportedError(
+            f"the kernel reads keys and values of one format; here keys have {key_format} and values {value_format} "
+            "(bits of a code or 0, channels per group, KV heads, head_dim); use the reference of paged_attention"
+        )
     if tree is not None and window is not None:
         raise UnsupportedError(f"draft trees are not supported with a sliding window ({window}); draft chains instead")
     tiling = tiling or batch.plans.get((Tiling,)) or Tiling.of(batch, q, num_kv)
@@ -381,7 +389,7 @@ def paged_attention(
     queries, metadata = tiling.rows // group, AttentionMetadata.of(batch)
     tables = contiguous_last_dims(batch.block_tables)
     _attend[(num_tiles(batch, queries), num_kv, tiling.splits)](
-        *(q, part, lse, *stored[0].pools, *stored[1].pools, tables, metadata.query_start, metadata.seq_lens),
+        *(q, part, lse, *key_pools.pools, *value_pools.pools, tables, metadata.query_start, metadata.seq_lens),
         *(q if tree is None else tree, batch.num_requests, tables.stride(0), q.stride(0), tiling.splits),
         math.log2(math.e) / dim**0.5,
         NUM_KV=num_kv,

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.ops.rejection import Verdicts
-from minillm.ops.triton.machine import power_of_two
+from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
 
 BLOCK = 2048
 """Tokens per iteration."""
@@ -122,9 +122,10 @@ def rejection(
     p = target_probs.contiguous()
     q = p if draft_probs is None else draft_probs.contiguous()
     if requests:
+        drafts, start = contiguous_last_dims(draft_token_ids), contiguous_last_dims(draft_start)
+        accept, own = (contiguous_last_dims(u.double()) for u in (accept_uniforms, next_token_uniforms))
         _rejection[(requests,)](
-            *(draft_token_ids, draft_start, q, p, accept_uniforms.double(), next_token_uniforms.double()),
-            *(accepted, tokens, is_valid, vocab),
+            *(drafts, start, q, p, accept, own, accepted, tokens, is_valid, vocab),
             ONE_HOT=draft_probs is None,
             BLOCK=min(BLOCK, power_of_two(vocab)),
             num_warps=8,

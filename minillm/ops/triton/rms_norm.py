@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.errors import UnsupportedError
 from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
 
 
@@ -49,18 +50,22 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `minillm.ops.rms_norm.rms_norm`, for `weight` `[size]` only."""
+    """As `minillm.ops.rms_norm.rms_norm`, but raises `UnsupportedError` for a `weight` that is not `[size]`."""
     return _launch(x, None, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `minillm.ops.rms_norm.add_rms_norm`."""
+    """As `minillm.ops.rms_norm.add_rms_norm`, with the same limit as `rms_norm`."""
     return _launch(x, residual, weight, eps)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalised tensor and its input: x, or the sum s."""
     x, size = x.contiguous(), x.shape[-1]
+    if weight.shape != (size,):
+        raise UnsupportedError(
+            f"the kernel takes a weight of [{size}], not {list(weight.shape)}; pass ones and multiply by it afterwards"
+        )
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     other = x if residual is None else residual.contiguous()

@@ -131,8 +131,8 @@ def sample(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     p, (rows, vocab) = contiguous_last_dims(probs), probs.shape
     tokens, is_valid = _results(rows, p.device)
     if rows:
-        block = min(BLOCK, power_of_two(vocab))
-        _sample[(rows,)](p, uniforms.double(), tokens, is_valid, vocab, p.stride(0), BLOCK=block, num_warps=8)
+        u, block = contiguous_last_dims(uniforms.double()), min(BLOCK, power_of_two(vocab))
+        _sample[(rows,)](p, u, tokens, is_valid, vocab, p.stride(0), BLOCK=block, num_warps=8)
     return tokens, is_valid
 
 

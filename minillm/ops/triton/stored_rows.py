@@ -40,7 +40,12 @@ class KernelPools:
     @classmethod
     def of(cls, rows: Tensor | QuantizedRows) -> KernelPools:
         """Detect the format by the dtypes. Raises `UnsupportedError` for an unknown format or non-contiguous pools."""
-        pools = (rows,) if isinstance(rows, Tensor) else tuple(rows.pools)
+        pools = (rows,) if isinstance(rows, Tensor) else tuple(getattr(rows, "pools", ()))
+        if not pools:
+            raise UnsupportedError(
+                f"the kernel reads pools of floats, INT8 or INT4 codes, and {type(rows).__name__} has none; use the "
+                "reference of paged_attention with this cache layout"
+            )
         bits, first = code_bits(pools), pools[0]
         if not all(pool.is_contiguous() for pool in pools):
             raise UnsupportedError(

@@ -40,8 +40,8 @@ class StepSizes:
 class HeadShape:
     """The properties of a model that a tiling depends on."""
 
-    queries: int
-    keys: int
+    query_heads: int
+    kv_heads: int
     dim: int
     dtype: torch.dtype
     """The dtype of the activations."""
@@ -70,10 +70,10 @@ class Tiling:
     @classmethod
     def for_sizes(cls, sizes: StepSizes, context: int, heads: HeadShape) -> Tiling:
         """Choose a tiling for a step whose sizes alone are known. `context`: tokens of the longest request."""
-        is_fast, group = machine.uses_tensor_cores(heads.dtype), heads.queries // heads.keys
+        is_fast, group = machine.uses_tensor_cores(heads.dtype), heads.query_heads // heads.kv_heads
         rows = power_of_two(min(group * sizes.longest_query, 64 if is_fast else 32), MIN_TILE_SIDE)
         rows = power_of_two(group, rows)
-        programs = (sizes.tokens // (rows // group) + sizes.requests) * heads.keys
+        programs = (sizes.tokens // (rows // group) + sizes.requests) * heads.kv_heads
         splits = num_splits(programs, context, machine.num_sms())
         wide = EIGHT_WARP_OUTPUTS if is_fast else EIGHT_WARP_OUTPUTS // 2
         keys = KEYS if is_fast else KEYS // 2

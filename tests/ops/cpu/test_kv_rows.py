@@ -101,10 +101,16 @@ def test_rows_of_two_levels_have_the_same_bits(numbers: torch.Tensor, group: int
     assert np.array_equal(out.reshape(COUNT, SIZE), cache.decode(*stored)[:, 0].numpy())
 
 
-def test_nan_stays_visible() -> None:
-    x = torch.ones(1, SIZE)
-    x[0, 7] = torch.nan
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFE000, 0x7F800001], ids=hex)
+def test_nan_stays_visible(bits: int) -> None:
+    """PyTorch's NaN, its negative, CUDA's in float32, its negative, CUDA's in float16, and the smallest."""
+    x = np.ones(SIZE, np.float32)
+    x.view(np.uint32)[7] = bits
     codes, scales, out = np.empty(SIZE, np.int8), np.empty(1, np.uint16), np.empty(SIZE, np.float32)
-    write((codes, scales), x.numpy().reshape(-1), SIZE)
+    write((codes, scales), x, SIZE)
     read((codes, scales), out, SIZE)
     assert np.isnan(out).all()
+    kept = np.empty(SIZE, np.uint16)
+    write((kept,), x, SIZE)
+    read((kept,), out, SIZE)
+    assert np.isnan(out[7]) and np.isfinite(out).sum() == SIZE - 1

@@ -91,7 +91,7 @@ def test_sums_of_words_are_exact_at_their_largest_with_every_instruction(
 
 
 @pytest.mark.parametrize("instruction", [True, False], ids=["AVX512_BF16", "in floats"])
-def test_products_of_bfloats_are_exact_and_added_in_order(instruction: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_bfloats_are_exact(instruction: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of a sum are whole and small enough that a float32 holds every partial sum: no rounding."""
     here = register_tiles.processor()
     if instruction and not here.bfloat_products:
@@ -111,6 +111,23 @@ def test_products_of_bfloats_are_exact_and_added_in_order(instruction: bool, mon
     assert np.array_equal(out.reshape(3, 32), 2 * x @ rows.T)  # the second call added the same again
     [code] = product.inspect_asm().values()
     assert ("vdpbf16ps" in code) == instruction
+
+
+@pytest.mark.parametrize("instruction", [True, False], ids=["AVX512_BF16", "in floats"])
+def test_the_odd_product_of_a_pair_is_added_first(instruction: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2^24 - 2^24 + 1 is 1. The even product first would leave 0: 2^24 + 1 rounds to 2^24."""
+    here = register_tiles.processor()
+    way = replace(here, bfloat_products=instruction and here.bfloat_products)
+    monkeypatch.setattr(register_tiles, "processor", lambda: way)
+
+    @njit(**OPTIONS)
+    def product(w, x, out):
+        register_tiles.tile_dots(w, 0, 8, x, 0, 4, 1, out, 0, 16, True, 1, 1)
+
+    w, x = np.tile([1, -4096], (16, 1)), np.array([1, 4096])  # even, odd
+    out = np.full(16, 2**24, np.float32)
+    product(bfloats(w).view(np.uint64), bfloats(x).view(np.uint8), out)
+    assert (out == 1).all()
 
 
 def bfloats(x: np.ndarray) -> np.ndarray:

@@ -16,6 +16,17 @@ KERNELS = [
     *("_quantize_tokens", "_rejection", "_rms_norm", "_rope", "_sample", "_silu_gate", "_split_sum", "_store_kv"),
     "_w8a8_linear",
 ]
+FROM_AMPERE_ON = {"_quantize_tokens", "_w8a8_linear"}
+GPUS = [
+    ("80", "bfloat16"),  # what the interpreter cannot run
+    *(
+        pytest.param(*gpu, marks=pytest.mark.long)
+        for gpu in (
+            *(("75", dtype) for dtype in ("float32", "float16", "bfloat16")),
+            *(("80", "float16"), ("89", "float16"), ("90", "bfloat16")),
+        )
+    ),
+]
 
 
 @pytest.mark.skipif(find_spec("triton.backends.nvidia") is None, reason="this Triton has no compiler for NVIDIA GPUs")
@@ -23,11 +34,12 @@ KERNELS = [
     tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6),
     reason="older versions of Triton describe arguments in another way",
 )
-def test_every_kernel_compiles_for_ampere(tmp_path: Path) -> None:
-    """To machine code, in fp16. `compile_only.py` takes other GPUs and dtypes by hand."""
+@pytest.mark.parametrize(("gpu", "dtype"), GPUS)
+def test_every_kernel_compiles_and_fits_into_shared_memory(gpu: str, dtype: str, tmp_path: Path) -> None:
+    """To machine code, for activations of `dtype` on `sm_<gpu>`. `compile_only.py` takes others by hand."""
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.triton.compile_only", "80", "float16"],
+        [sys.executable, "-m", "tests.ops.triton.compile_only", gpu, dtype],
         env=clean | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[3],
         capture_output=True,
@@ -35,4 +47,5 @@ def test_every_kernel_compiles_for_ampere(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted({line.split()[1] for line in done.stdout.splitlines() if line.startswith("sm_80")}) == KERNELS
+    expected = [name for name in KERNELS if gpu != "75" or name not in FROM_AMPERE_ON]
+    assert sorted({line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"sm_{gpu}")}) == expected

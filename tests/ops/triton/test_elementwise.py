@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minillm.errors import UnsupportedError
 from minillm.ops import rms_norm as norm_reference
 from minillm.ops import rope as rope_reference
 from minillm.ops import silu_gate as gate_reference
@@ -54,6 +55,17 @@ def test_tiny_rows_are_saved_by_eps_and_nan_stays_in_its_row() -> None:
     out = norm.rms_norm(x, torch.ones(40, device=WHERE), 1e-6)
     assert_close(out[[0, 1, 3]], norm_reference.rms_norm(x[[0, 1, 3]], torch.ones(40, device=WHERE), 1e-6))
     assert out[2].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (1,), (1, 8)], ids=str)
+def test_a_weight_that_is_not_one_row_is_refused(shape: tuple[int, ...]) -> None:
+    """The reference takes any that broadcasts, such as one row for each head."""
+    x, weight = randn(3, 4, 8), randn(*shape)
+    assert norm_reference.rms_norm(x, weight, 1e-5).shape == x.shape
+    for call in (lambda: norm.rms_norm(x, weight, 1e-5), lambda: norm.add_rms_norm(x, x, weight, 1e-5)):
+        with pytest.raises(UnsupportedError, match=r"takes a weight of \[8\], not \[") as problem:
+            call()
+        assert str(list(shape)) in str(problem.value)
 
 
 @FEW

@@ -146,6 +146,35 @@ def test_what_it_cannot_do_it_refuses() -> None:
         paged_attention(s.q.double(), s.keys.double(), s.values.double(), s.batch)
 
 
+class Restored:
+    """Rows that a layout computes when they are read: it has no pools of them."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+
+def test_rows_without_pools_are_refused() -> None:
+    s = step(3, [5], 16, (2, 1), 32)
+    rows = Restored(tuple(s.keys.shape))
+    with pytest.raises(UnsupportedError, match="Restored has none; use the reference"):
+        paged_attention(s.q, rows, rows, s.batch)
+
+
+def test_keys_and_values_of_two_formats_are_refused() -> None:
+    """Those of the values would be read with the strides of the keys."""
+    s = step(3, [5], 16, (4, 2), 32)
+    int8 = quantized(s.values, 8)
+    groups_of_32, groups_of_16 = (quantized(s.values, 4, size) for size in (32, 16))
+    for keys, values, words in (
+        (s.keys, int8, r"keys have \(0, 1, 2, 32\) and values \(8, 1, 2, 32\)"),
+        (int8, groups_of_32, r"keys have \(8, 1, 2, 32\) and values \(4, 32, 2, 32\)"),
+        (groups_of_16, groups_of_32, r"keys have \(4, 16, 2, 32\) and values \(4, 32, 2, 32\)"),
+        (s.keys, s.values[:, :1].contiguous(), r"keys have \(0, 1, 2, 32\) and values \(0, 1, 1, 32\)"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            paged_attention(s.q, keys, values, s.batch)
+
+
 @pytest.mark.parametrize(
     ("programs", "longest", "num_sms", "splits"),
     [

@@ -129,6 +129,13 @@ def test_sample_flags_rows_that_hold_no_distribution() -> None:
     assert ((tokens >= 0) & (tokens < 20)).all()
 
 
+def test_uniforms_may_be_a_column() -> None:
+    probs = torch.full((3, 20), 0.05)
+    pairs = torch.tensor([[0.03, 0.97], [0.52, 0.97], [0.97, 0.03]], dtype=torch.float64)
+    tokens, is_valid = sample(probs.to(WHERE), pairs.to(WHERE)[:, 0])
+    assert tokens.tolist() == [0, 10, 19] and is_valid.all()
+
+
 def flat_uniforms(counts: list[int], seeds: list[int], first: list[int]) -> tuple[Tensor, Tensor]:
     """Return the uniforms of the rejection sampler, in the layout of the op."""
     accept = [uniform(s, i + j, Draw.ACCEPT) for k, s, i in zip(counts, seeds, first, strict=True) for j in range(k)]
@@ -203,6 +210,22 @@ def test_a_draft_stays_if_its_uniform_is_below_the_ratio(u: float, accepted: int
     args = torch.arange(3), torch.arange(4), q.expand(3, -1), p.expand(6, -1), uniforms[:3], uniforms
     for verdicts in (rejection(*(a.to(WHERE) for a in args)), rejection_reference.rejection(*args)):
         assert verdicts.num_accepted.tolist() == [accepted, 1, 0]
+
+
+@pytest.mark.parametrize("column", range(4))
+def test_each_list_of_numbers_may_be_a_column(column: int) -> None:
+    """Two drafts are accepted, and the bonus token is 3. With the numbers of the other column it would not be so."""
+    p = torch.tensor([[0.1, 0.8, 0.05, 0.05], [0.1, 0.2, 0.6, 0.1], [0.25, 0.25, 0.25, 0.25]])
+    lists = [
+        *(torch.tensor([1, 2]), torch.tensor([0, 2])),
+        *(torch.tensor([0.5, 0.5]).double(), torch.tensor([0.1, 0.1, 0.9]).double()),
+    ]
+    other = torch.full_like(lists[column], 0.99 if lists[column].is_floating_point() else 0)
+    lists = [x.to(WHERE) for x in lists]
+    lists[column] = torch.stack((lists[column], other.to(WHERE)), 1)[:, 0]
+    drafts, start, accept, own = lists
+    found = rejection(drafts, start, None, p.to(WHERE), accept, own)
+    assert [x.tolist() for x in found] == [[2], [3], [True]]
 
 
 def test_equal_distributions_are_accepted_and_an_empty_residual_falls_back_to_the_target() -> None:
