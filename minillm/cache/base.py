@@ -58,12 +58,13 @@ class KVCache(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Reset what a subclass inherits but may no longer keep, unless it defines it itself: `stored_rows` if it
-        changes how rows are stored or read, because a fast path would then read wrong values, and `supports_trees` if
-        it has an `attend` of its own, which may not know `Batch.tree`."""
+        changes how rows are stored or read, or has an `__init__` that may, because a fast path would then read wrong
+        values, and `supports_trees` if it has an `attend` of its own, which may not know `Batch.tree`."""
         super().__init_subclass__(**options)
         if "attend" in vars(cls) and "supports_trees" not in vars(cls):
             cls.supports_trees = False
-        if {"attend", "row_fields", "encode", "decode", "ops"} & vars(cls).keys() and "stored_rows" not in vars(cls):
+        changed = {"__init__", "attend", "row_fields", "encode", "decode", "ops"} & vars(cls).keys()
+        if changed and "stored_rows" not in vars(cls):
             cls.stored_rows = KVCache.stored_rows  # type: ignore[method-assign]
 
     @abstractmethod
@@ -101,7 +102,11 @@ class KVCache(ABC):
 
     @property
     def max_rollback(self) -> int | None:
-        """Most tokens that can be rolled back from the end of a request; None: any number."""
+        """Most tokens that can be rolled back from the end of a request; None: any number.
+
+        None also promises that an interrupted step can be run again, with other new tokens. With a number, all requests
+        are computed again from their first token after an interrupt.
+        """
         return None
 
     def stored_rows(self) -> StoredRows | None:

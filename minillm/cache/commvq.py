@@ -61,7 +61,9 @@ class CommVQKVCache(PagedLatentKVCache):
         check_at_least("bits", bits, 1)
         check_at_least("seed", seed, 0)
         if bits > MAX_BITS:
-            raise ConfigError(f"kv_cache_config: bits={bits} must be at most {MAX_BITS}; layout 'paged' takes 16")
+            raise ConfigError(
+                f"kv_cache_config: bits={bits} must be at most {MAX_BITS}; layout 'paged' stores the model's dtype"
+            )
         if config.head_dim % GROUP:
             raise UnsupportedError(
                 f"cache layout 'commvq' codes {GROUP} channels at once, and this model's heads have {config.head_dim}; "

@@ -202,7 +202,9 @@ class ContiguousKVCache(KVCache):
             grown[:, :, :past] = old[:, :, :past]
             self.num_rows_copied += past
         if self.growth == "every":
-            grown[:, :, total:] = 0  # masked, but a weight of 0 times NaN would still be NaN
+            # Hidden rows must be finite: a weight of 0 times NaN would be NaN. A step that is interrupted may leave the
+            # rows of its new tokens unwritten, so these too.
+            grown[:, :, past:] = 0
         self.num_allocations += 1
         return grown
 

@@ -46,8 +46,8 @@ levels of four bits, and the codes of CommVQ."""
 def find_layout(cache: CacheConfig) -> type[KVCache]:
     """Return the layout class that `cache` selects.
 
-    Raises `ConfigError` for a layout that is no name and no class, `UnsupportedError` for an unsupported pair of layout
-    and dtype, `UnknownOptionError` for an option that the layout does not have.
+    Raises `ConfigError` for a layout that is no name and no complete class, `UnsupportedError` for an unsupported pair
+    of layout and dtype, `UnknownOptionError` for an option that the layout does not have.
     """
     if not isinstance(cache.layout, str | type):
         raise ConfigError(f"cache layout {cache.layout!r} must be a name, or a KVCache class")
@@ -55,10 +55,19 @@ def find_layout(cache: CacheConfig) -> type[KVCache]:
         raise ConfigError(
             f"cache layout {cache.layout.__name__} is no KVCache class; derive it from minillm.cache.base.KVCache"
         )
+    if isinstance(cache.layout, type) and (missing := sorted(cache.layout.__abstractmethods__)):
+        raise ConfigError(
+            f"cache layout {cache.layout.__name__} does not define {', '.join(missing)}; see minillm.cache.base.KVCache"
+        )
     if not isinstance(cache.dtype, str):
         raise ConfigError(f"kv_cache_dtype={cache.dtype!r} must be a name: 'auto', 'int8' or 'int4'")
+    if isinstance(cache.layout, type) and cache.dtype != "auto":
+        raise UnsupportedError(
+            f"kv_cache_dtype={cache.dtype!r} has no effect on cache layout {cache.layout.__name__}, which decides "
+            "itself how it stores; leave it out"
+        )
     chosen = cache.layout if isinstance(cache.layout, type) else LAYOUTS.get((cache.layout, cache.dtype))
-    if chosen is None or (isinstance(cache.layout, type) and cache.dtype != "auto"):
+    if chosen is None:
         pairs = ", ".join(f"{layout} with {dtype}" for layout, dtype in sorted(LAYOUTS))
         raise UnsupportedError(
             f"cache layout {cache.layout!r} with kv_cache_dtype={cache.dtype!r} is not available; there are: {pairs}"

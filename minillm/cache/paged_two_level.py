@@ -88,6 +88,8 @@ class PagedTwoLevelKVCache(PagedQuantizedKVCache):
 class UpperNibbles(PagedInt4KVCache):
     """The upper nibbles of a two-level cache, in its memory: an INT4 cache. What it stores has no lower nibbles."""
 
+    stored_rows = PagedInt4KVCache.stored_rows
+
     def __init__(self, of: PagedTwoLevelKVCache) -> None:
         self.block_size, self.dtype, self.windows, self.shape = of.block_size, of.dtype, of.windows, of.shape
         self.group = of.group

@@ -21,9 +21,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minillm.batch import Batch
 from minillm.config import at_least
+from minillm.errors import ConfigError
 
 PADDED_DEVICES = ("cuda",)
 """Device types on which one padded attention call is faster than one call per request."""
+MOST = 2**31 - 1
+"""The largest value of an integer option of a layout: positions are compared with it in int64."""
 
 
 @dataclass(frozen=True)
@@ -159,5 +162,7 @@ def packed_attention(
 
 
 def check_at_least(name: str, value: Any, limit: int) -> None:
-    """Raise `ConfigError` unless the layout option `name` is an integer of at least `limit`."""
+    """Raise `ConfigError` unless the layout option `name` is an integer of at least `limit`, and at most `MOST`."""
     at_least(f"kv_cache_config: {name}", value, limit)
+    if value > MOST:
+        raise ConfigError(f"kv_cache_config: {name}={value} must be at most {MOST}")

@@ -1,8 +1,7 @@
 """Calibration statistics of a model: samples of its linears' inputs, or the squared gradients of their weights.
 
 The text is held-out code (`minillm.models.held_out.calibration_prompts`), disjoint from the code that quality is
-measured on. Rows run one at a time with a causal mask and no sliding window: calibration rows are shorter than any
-window in use.
+measured on. Rows run one at a time with a causal mask and no sliding window, because rows are truncated to it.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def calibrate(
 ) -> Calibration:
     """Run `model` over `rows` of token ids and collect the statistics in `needs`: `inputs` or `gradients`.
 
-    Rows longer than the context are truncated. Raises `ConfigError` if no row is long enough, `UnsupportedError` if the
-    model is already quantised.
+    Rows longer than the context or a sliding window are truncated. Raises `ConfigError` if no row is long enough,
+    `UnsupportedError` if the model is already quantised.
     """
     collect = {"inputs": _inputs, "gradients": _squared_gradients}.get(needs)
     if collect is None:
@@ -88,8 +87,9 @@ def calibrate(
             raise UnsupportedError(f"{name} is quantised already; calibrate the original model")
         linears[name] = linear
     shortest = 2 if needs == "gradients" else 1
-    context = model.config.max_position_embeddings
-    kept = [list(row[:context]) for row in rows if len(row) >= shortest]
+    windows = (model.config.window(layer) for layer in range(model.config.num_layers))
+    longest = min([model.config.max_position_embeddings, *(window for window in windows if window is not None)])
+    kept = [list(row[:longest]) for row in rows if len(row) >= shortest]
     if not kept:
         raise ConfigError(f"calibration needs rows of at least {shortest} tokens; there are none")
     num_tokens = sum(map(len, kept))

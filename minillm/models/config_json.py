@@ -170,7 +170,8 @@ def _entries(scaling: RopeScaling | None) -> dict[str, Any]:
 
 def _context_length(raw: StoredConfig, rope: RopeConfig) -> int:
     """Return the context length. With YaRN it is at least factor · original length, as in vLLM, because
-    checkpoints that were extended with YaRN often still state the original length."""
+    checkpoints that were extended with YaRN often still state the original length. With linear scaling it is the length
+    that the checkpoint states, as in transformers; vLLM multiplies that by the factor."""
     context: int = _required(raw, "max_position_embeddings")
     if rope.kind == "yarn":
         original, factor = rope.parameter("original_max_position_embeddings"), rope.parameter("factor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -14,6 +15,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 UNWANTED = ["*/*", "consolidated*"]
 """Sub-folders hold other formats; Mistral's `consolidated` files duplicate the weights."""
+NOT_STORED = {errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""Errors of a disk that is full or must not be written to. Windows has no quota error."""
 
 
 def resolve(name: str | os.PathLike[str]) -> Path:
@@ -47,7 +50,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 def _download(hub_id: str) -> Path:
     # Imported here: most runs never need the hub, and it is slow to import.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=WANTED, ignore_patterns=UNWANTED))
@@ -55,9 +58,14 @@ def _download(hub_id: str) -> Path:
         fix = "the model is gated: accept its terms on the model's page, then log in with `hf auth login`"
     except RepositoryNotFoundError:
         fix = "the hub has no model of this name, and there is no such local folder; check the spelling"
+    except HFValidationError as problem:
+        fix = f"this is no valid name on the hub ({problem}); check the spelling"
     except Exception as problem:  # the client does not wrap the errors of its HTTP library
-        fix = (
-            f"it is not in the local cache, and the hub cannot be reached ({type(problem).__name__}); run "
-            f"`hf download {hub_id} --local-dir FOLDER` on a machine with a network, then give FOLDER"
-        )
+        if isinstance(problem, OSError) and problem.errno in NOT_STORED:
+            fix = f"its files cannot be stored ({problem}); free space, or set HF_HOME to a folder that can be written"
+        else:
+            fix = (
+                f"it is not in the local cache, and the hub cannot be reached ({type(problem).__name__}); run "
+                f"`hf download {hub_id} --local-dir FOLDER` on a machine with a network, then give FOLDER"
+            )
     raise CheckpointError(f"cannot load {hub_id}: {fix}")

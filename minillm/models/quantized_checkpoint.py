@@ -127,8 +127,8 @@ def fill_places(model: Decoder, places: Mapping[str, Place], staging: Staging) -
 def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
     """Write `model`, which `quantize_model` made from the checkpoint in `source`, to the new folder `folder`.
 
-    The write is atomic: the folder appears complete or not at all. Raises `ConfigError` if `folder` already exists and
-    is not empty, or the model has a linear that is not quantised.
+    A new folder appears complete or not at all; an empty one that is there is filled, `config.json` last. Raises
+    `ConfigError` if `folder` already exists and is not empty, or the model has a linear that is not quantised.
     """
     check_new_folder(folder)
     folder = folder.absolute()  # `.` has no name
@@ -152,7 +152,11 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
         for pattern in BESIDE_WEIGHTS + MORE_BESIDE_WEIGHTS:
             for file in source.glob(pattern):
                 shutil.copyfile(file, fresh / file.name)
-        fresh.rename(folder)
+        if folder.exists():  # it may be a mount point, or the folder in which a shell is: not to be replaced
+            for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
+                shutil.move(file, folder / file.name)
+        else:
+            fresh.rename(folder)
 
 
 def check_new_folder(folder: Path) -> None:

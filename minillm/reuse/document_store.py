@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,17 +35,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from minillm.errors import CheckpointError, ConfigError, PromptError
+from minillm.config import at_least
+from minillm.errors import CheckpointError, PromptError
 from minillm.llm import LLM
 from minillm.models.config import ModelConfig
 from minillm.models.fingerprint import digest_of_weights
 from minillm.models.loading import resolve
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
-from minillm.reuse.scratch import Scratch, check_prefix_caching
+from minillm.reuse.scratch import Scratch, check_prefix_caching, check_tokens
 
 _ROTATIONS = count(1)
 """Numbers for other ways to move keys."""
+WRITING_S = 3600
+"""No process writes one file for longer, in seconds."""
 FORMAT = 2
 """The version of the files. A file of another version is not found, because its name is different."""
 
@@ -57,8 +61,8 @@ class DocumentStore:
     """
 
     def __init__(self, llm: LLM, folder: str | Path, max_bytes: int | None = None, rotate: Rotation = rerotate) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise ConfigError(f"max_bytes={max_bytes} must be at least 1, or None for no limit")
+        if max_bytes is not None:
+            at_least("max_bytes", max_bytes, 1)
         check_prefix_caching(llm)
         Scratch(llm, 1)  # can its cache be read?
         self.llm, self.folder, self.max_bytes, self.rotate = llm, Path(folder), max_bytes, rotate
@@ -122,7 +126,10 @@ class DocumentStore:
         self, documents: Sequence[str | Sequence[int]], question: str | Sequence[int], *, rerotate: bool = True
     ) -> dict[str, Any]:
         """The prompt for `llm.generate` of all documents, one after the other, and the question; the documents' keys
-        and values are loaded. Raises what `load` and `Scratch` raise."""
+        and values are loaded. Raises `PromptError` for a text in place of the list, and what `load` and `Scratch`
+        raise."""
+        if isinstance(documents, str | bytes):
+            raise PromptError("documents must be a list, even if there is only one")
         spans = [self.load(document) for document in documents]
         token_ids = [token for span in spans for token in span.token_ids]
         token_ids += self._tokens(question, add_special_tokens=not spans)
@@ -139,11 +146,14 @@ class DocumentStore:
 
     def _tokens(self, text: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
         """A document begins with the tokenizer's special tokens, as a prompt does, because it is computed alone."""
+        if isinstance(text, bytes):
+            raise PromptError("a document or question must be text or token ids, not bytes; decode it")
         found = list(text)
         if found and isinstance(text, str):
             found = self.llm.engine.tokenizer.encode(text, add_special_tokens)
         if not found:
             raise PromptError("a document or question without tokens cannot be stored or asked; give it text")
+        check_tokens(self.llm.engine, found)
         return found
 
     def _write(self, path: Path, span: KVSpan) -> None:
@@ -152,6 +162,7 @@ class DocumentStore:
         os.close(handle)
         try:
             save_file({"keys": keys, "values": values}, name, metadata=self._metadata(keys, values))
+            Path(name).chmod(0o644)  # other users of the folder may read it
             Path(name).replace(path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
@@ -171,7 +182,12 @@ class DocumentStore:
         return sorted(found)
 
     def _make_room(self, newest: Path) -> None:
-        """Delete the least recently used files until the limit holds. The newest stays, even if it alone is larger."""
+        """Delete what a killed process left of a write, then the least recently used files until the limit holds. The
+        newest stays, even if it alone is larger."""
+        for part in self.folder.glob("*.part"):
+            with suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > WRITING_S:
+                    part.unlink()
         if self.max_bytes is None:
             return
         files = self._files()

@@ -20,7 +20,7 @@ from minillm.errors import PromptError
 from minillm.llm import LLM
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
-from minillm.reuse.scratch import Scratch, check_prefix_caching
+from minillm.reuse.scratch import Scratch, check_prefix_caching, check_tokens
 
 
 def edited_prompt(
@@ -38,18 +38,20 @@ def edited_prompt(
     Keys and values of `token_ids` are taken from the prefix cache and computed where it has none. `salt`: the
     `cache_salt` under which the edited ones are published; choose one for each text that is edited. The last token of
     the prompt is always computed again, with the rest of its block. `rotate`: how keys are moved.
-    Raises `PromptError` for a span outside the text, `UnsupportedError` without prefix caching, and what `Scratch`
-    raises.
+    Raises `PromptError` for a span outside the text, a token that is not in the vocabulary and a salt that is no text,
+    `UnsupportedError` without prefix caching, and what `Scratch` raises.
     """
     check_prefix_caching(llm)
     if not 0 <= start <= stop <= len(token_ids):
         raise PromptError(f"the span {start}:{stop} is not within the {len(token_ids)} tokens; give 0 ≤ start ≤ stop")
-    if not salt:
+    if not isinstance(salt, str) or not salt:
         raise PromptError("edited keys and values are approximate and need a salt of their own; give salt='some name'")
     after = [*token_ids[:start], *new_ids, *token_ids[stop:]]
+    check_tokens(llm.engine, after)
+    room = Scratch(llm, len(after))
     before = _stored(llm, token_ids)
     config = llm.engine.runner.model.config
-    with Scratch(llm, len(after)) as scratch:
+    with room as scratch:
         scratch.write(before.between(0, start))
         if new_ids:
             scratch.forward(new_ids, start)

@@ -40,7 +40,7 @@ from minillm.ops.linear import Linear
 from minillm.ops.rms_norm import rms_norm
 from minillm.ops.rope import rope
 from minillm.reuse.kv_span import KVSpan
-from minillm.reuse.scratch import Scratch
+from minillm.reuse.scratch import Scratch, check_tokens
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Offloader:
             raise PromptError("a text of 0 tokens has nothing to offload; give at least one")
         runner, inputs = self.llm.engine.runner, _LayerInputs()
         with Scratch(self.llm, len(token_ids)) as scratch:
-            scratch.check_tokens(token_ids)
+            check_tokens(self.llm.engine, token_ids)
             hooks = [layer.register_forward_pre_hook(inputs) for layer in runner.model.layers]
             try:
                 batch = runner.batch([Segment(list(token_ids), 0, scratch.blocks)])

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from minillm.batch import Segment
 from minillm.cache.prefix import extend_block_hashes
+from minillm.engine.engine import Engine
 from minillm.errors import PromptError, RequestTooLargeError, UnsupportedError
 from minillm.llm import LLM
 from minillm.reuse.kv_span import KVSpan
@@ -33,6 +35,14 @@ def check_prefix_caching(llm: LLM) -> None:
         raise UnsupportedError(
             "with enable_prefix_caching=False no request can find keys and values that are reused; leave it out"
         )
+
+
+def check_tokens(engine: Engine, token_ids: Sequence[int]) -> None:
+    """Raise `PromptError` for what is no token of the vocabulary."""
+    vocab = engine.runner.model.config.vocab_size
+    for token in token_ids:
+        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab:
+            raise PromptError(f"token {token!r} is not in the vocabulary; ids must be integers from 0 to {vocab - 1}")
 
 
 class Scratch:
@@ -66,22 +76,30 @@ class Scratch:
     def __enter__(self) -> Scratch:
         """Take the blocks."""
         self.engine.lock.acquire()
-        needed = self.pool.blocks_for(self.num_tokens)
-        taken = self.pool.allocate(needed)
-        if taken is None:
-            self.engine.lock.release()
-            raise RequestTooLargeError(
-                f"{self.num_tokens} tokens need {needed} blocks, and {self.pool.num_free} of the pool's "
-                f"{self.pool.num_blocks} are free; raise num_kv_blocks, or wait for running requests to end"
-            )
-        self.blocks = taken
+        try:
+            needed = self.pool.blocks_for(self.num_tokens)
+            taken = self.pool.allocate(needed)
+            if taken is None:
+                raise RequestTooLargeError(
+                    f"{self.num_tokens} tokens need {needed} blocks, and {self.pool.num_free} of the pool's "
+                    f"{self.pool.num_blocks} are free; raise num_kv_blocks, or wait for running requests to end"
+                )
+            self.blocks = taken
+        except BaseException:  # a listener of the engine may have raised, or an interrupt arrived
+            self._give_back()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give the blocks back: published ones stay in the prefix cache until the pool needs them."""
-        self.pool.free(self.blocks)
-        self.blocks = []
-        self.engine.lock.release()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        blocks, self.blocks = self.blocks, []
+        try:
+            self.pool.free(blocks)
+        finally:
+            self.engine.lock.release()
 
     def write(self, span: KVSpan) -> None:
         """Store a span at its positions."""
@@ -96,20 +114,16 @@ class Scratch:
 
     def forward(self, token_ids: Sequence[int], start: int) -> Tensor:
         """Run the model over these tokens at positions from `start` on; they attend to everything before them. Returns
-        the logits of the last, `[vocab]`. Raises `PromptError` for a token that is not in the vocabulary."""
-        self.check_tokens(token_ids)
+        the logits of the last, `[vocab]`. Raises `PromptError` for a token that is not in the vocabulary, or if there
+        are no tokens."""
+        if not token_ids:
+            raise PromptError("0 tokens have no logits; give at least one")
+        check_tokens(self.engine, token_ids)
         most = self.engine.scheduler.config.max_num_batched_tokens
         cuts = [*range(0, len(token_ids), most), len(token_ids)]
         for first, last in pairwise(cuts):
             logits = self.runner.run([Segment(list(token_ids[first:last]), start + first, self.blocks)])
         return logits[-1]
-
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise `PromptError` for a token that is not in the vocabulary."""
-        vocab = self.runner.model.config.vocab_size
-        for token in token_ids:
-            if not 0 <= token < vocab:
-                raise PromptError(f"token {token!r} is not in the vocabulary; ids must be from 0 to {vocab - 1}")
 
     def copy_cached(self, token_ids: Sequence[int], salt: str = "") -> int:
         """Copy what the prefix cache has of these tokens. Returns the number of tokens, whole blocks."""

@@ -22,7 +22,9 @@ EXECUTORS = {
     "cuda": ("triton", "minillm.runtime.gpu_executor", "GpuExecutor"),
 }
 """Device type → the package that its executor needs, and the executor's module and class. They are imported on first
-use, because numba takes half a second."""
+use, because numba takes half a second. The class is an `Executor`, built as `class(model, cache, block_size,
+max_num_seqs, max_model_len)`; the module also has `unsupported_reason(model, cache)`, which returns why no executor of
+this class can run them, or None."""
 
 
 class ObservedStep(NamedTuple):
@@ -42,6 +44,9 @@ class Executor(Protocol):
 
     runs_trees: bool
     """Whether it can run a step in which a segment ends in a draft tree; if not, plain PyTorch runs such a step."""
+
+    def warm_up(self) -> str | None:
+        """Prepare the first steps. Returns why it cannot run here, or None; with a reason, the model is as before."""
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""

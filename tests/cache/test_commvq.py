@@ -118,7 +118,7 @@ def test_more_bits_are_closer_to_the_plain_cache(tiny: TinyPair) -> None:
 def test_what_it_cannot_do_is_refused(tiny: TinyPair) -> None:
     for options, words in (
         ({"bits": 0}, r"bits=0 must be an integer of at least 1"),
-        ({"bits": 9}, r"bits=9 must be at most 8; layout 'paged' takes 16"),
+        ({"bits": 9}, r"bits=9 must be at most 8; layout 'paged' stores the model's dtype"),
         ({"seed": -1}, r"seed=-1 must be"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -46,6 +46,17 @@ def make(options: dict[str, Any], places: int = 3, **config: Any) -> tuple[Any, 
     return shape, ContiguousKVCache(shape, places, CONTEXT, torch.float64, CPU, **options)
 
 
+def test_rows_that_an_interrupted_step_left_unwritten_are_not_attended_to() -> None:
+    """The interrupted step has grown the tensor for five tokens, and the next one writes the first of them."""
+    with nan_in_new_memory():
+        config, cache = make({"growth": "every", "rows": 16})
+        play = Play(config, cache, full, 1, max_back=CONTEXT)
+        play.step([(0, 0, 15)])
+        q, k, v = (torch.randn(5, heads, config.head_dim, dtype=torch.float64) for heads in (4, 2, 2))
+        cache.attend(0, q, k, v, batch_of([(0, 15, 5)]))  # interrupted: the second layer is not reached
+        play.step([(0, 15, 1)])
+
+
 @each_growth
 @pytest.mark.parametrize("product", ["alone", "padded together"])
 def test_random_steps_equal_the_textbook(

@@ -6,11 +6,18 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from minillm import LLM
+from minillm.batch import Batch
+from minillm.cache.base import KVCache
 from minillm.cache.layouts import LAYOUTS, find_layout
+from minillm.cache.paged import PagedKVCache
+from minillm.cache.paged_two_level import PagedTwoLevelKVCache
 from minillm.config import CacheConfig
 from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
+from minillm.models.config import ModelConfig
 from tests.cache.runs import draft_of
 from tests.conftest import TinyPair
 
@@ -52,6 +59,8 @@ def test_a_layout_of_whole_requests_is_sized_with_the_options_it_is_built_with(n
         ({"layout": "window", "window": 0}, ConfigError, r"window=0 must be .* at least 1"),
         ({"layout": "window", "window": 8.5}, ConfigError, r"window=8.5 must be"),
         ({"layout": "window", "spare": -1}, ConfigError, r"spare=-1 must be .* at least 0"),
+        ({"layout": "window", "window": 10**20}, ConfigError, r"window=10{20} must be at most 2147483647"),
+        ({"layout": "anchors", "spare": 10**20}, ConfigError, r"spare=10{20} must be at most 2147483647"),
         ({"layout": "sinks", "sinks": 0}, ConfigError, r"sinks=0 must be .* at least 1"),
         ({"layout": "sinks", "window": None}, ConfigError, r"window=None must be"),
         ({"layout": "sinks", "spare": "16"}, ConfigError, r"spare='16' must be"),
@@ -103,3 +112,41 @@ class NoCache:
 def test_a_class_that_is_no_layout_is_refused(layout: type) -> None:
     with pytest.raises(ConfigError, match=f"cache layout {layout.__name__} is no KVCache class; derive it from"):
         find_layout(CacheConfig(layout))  # type: ignore[arg-type]
+
+
+class NoBytes(KVCache):
+    """A layout that forgets a method."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return q
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+
+def test_a_layout_class_that_lacks_a_method_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"^cache layout NoBytes does not define bytes_per_block; see minillm.cache"):
+        find_layout(CacheConfig(NoBytes))
+
+
+def test_a_layout_class_takes_no_dtype_of_the_cache() -> None:
+    with pytest.raises(UnsupportedError, match=r"'int8' has no effect on cache layout PagedKVCache, .*; leave it out"):
+        find_layout(CacheConfig(PagedKVCache, dtype="int8"))
+
+
+class Windowed(PagedKVCache):
+    """A layout whose `__init__` changes what attention reads."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.windows = [64] * len(self.windows)
+
+
+def test_a_fast_path_does_not_read_the_rows_of_a_layout_with_an_init_of_its_own() -> None:
+    config, device = ModelConfig(97, 64, 96, 3, 4, 2, 32, 64), torch.device("cpu")
+    assert Windowed(config, 4, 4, torch.float32, device).stored_rows() is None
+    view = PagedTwoLevelKVCache(config, 4, 4, torch.float32, device).draft_view()
+    assert view.stored_rows().format == "int4"

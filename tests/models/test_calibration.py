@@ -84,6 +84,12 @@ def test_rows_over_the_context_are_cut() -> None:
     assert calibrate(random_decoder(), [[1] * 100], "inputs").num_tokens == 32
 
 
+def test_rows_over_a_sliding_window_are_cut() -> None:
+    """Calibration computes full attention, which agrees with the model's up to its window."""
+    model = random_decoder(sliding_window=9, sliding_layers=(True, False))
+    assert calibrate(model, [[1] * 20], "inputs").num_tokens == 9
+
+
 def test_bad_calls_name_themselves() -> None:
     model = random_decoder()
     with pytest.raises(ConfigError, match="at least 2 tokens"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,25 @@ def test_offline_the_way_out_is_named(weights: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(weights))
     with pytest.raises(CheckpointError, match=r"cannot load owner/model: .* `hf download owner/model --local-dir F"):
         resolve("owner/model")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_disk_that_takes_no_files_is_not_called_a_hub_that_cannot_be_reached(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    import huggingface_hub
+
+    def download(repo_id: str, **patterns: Any) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match=r"its files cannot be stored \(.*; free space, or set HF_HOME"):
+        resolve("owner/model")
+
+
+def test_a_name_that_the_hub_does_not_allow_is_called_so(weights: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot load owner/a--b: this is no valid name on the hub"):
+        resolve("owner/a--b")
 
 
 def test_only_what_is_read_is_fetched(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,8 +337,10 @@ def test_only_new_folders_are_written(source: Path, tmp_path: Path) -> None:
         save_quantized(load_model(source, torch.float32), source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
+    before = (tmp_path / "out").stat().st_ino
     save_quantized(model, source, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()
+    assert (tmp_path / "out").stat().st_ino == before  # filled, not replaced: it may be a mount point
 
 
 def test_an_interrupt_while_writing_leaves_nothing(

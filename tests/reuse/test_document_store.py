@@ -154,6 +154,17 @@ def test_what_an_interrupted_write_leaves_is_nothing(store: DocumentStore, monke
     assert list(store.folder.iterdir()) == []
 
 
+def test_what_a_killed_write_left_goes_and_others_may_read_a_file(store: DocumentStore) -> None:
+    old, new = store.folder / "old.part", store.folder / "new.part"
+    for part in (old, new):
+        part.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    path = store.add(DOCUMENTS[0])
+    assert not old.exists() and new.exists()  # another process may be writing it
+    if os.name == "posix":
+        assert path.stat().st_mode & 0o044 == 0o044
+
+
 def test_two_writers_of_one_document_leave_one_whole_file(llm: LLM, store: DocumentStore) -> None:
     """The second has looked before the first had written, as in another process."""
     ids = llm.engine.tokenizer.encode(DOCUMENTS[0])
@@ -170,8 +181,12 @@ def test_two_writers_of_one_document_leave_one_whole_file(llm: LLM, store: Docum
 def test_refusals(llm: LLM, store: DocumentStore, tiny: TinyPair, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_bytes=0"):
         DocumentStore(llm, tmp_path, max_bytes=0)
+    with pytest.raises(ConfigError, match="max_bytes=nan"):
+        DocumentStore(llm, tmp_path, max_bytes=float("nan"))
     with pytest.raises(PromptError, match="without tokens"):
         store.add("")
+    with pytest.raises(PromptError, match="documents must be a list"):
+        store.prompt(DOCUMENTS[0], "add(")
     with pytest.raises(UnsupportedError, match="kv_cache_dtype"):
         DocumentStore(LLM(str(tiny.target), kv_cache_dtype="int4", enforce_eager=True), tmp_path)
 
@@ -203,9 +218,11 @@ def test_a_store_that_moves_keys_differently_is_not_found_in_the_prefix_cache(ll
 
 
 def test_tokens_outside_the_vocabulary_are_refused_before_they_are_computed(llm: LLM, store: DocumentStore) -> None:
-    for token in (10**9, -1):
-        with pytest.raises(PromptError, match=f"token {token} is not in the vocabulary"):
+    for token in (10**9, -1, 5.7, True, "x"):
+        with pytest.raises(PromptError, match=f"token {token!r} is not in the vocabulary"):
             store.add([5, token])
+    with pytest.raises(PromptError, match="not bytes; decode it"):
+        store.add(b"def f")
     assert not list(store.folder.glob("*"))
 
 

@@ -13,6 +13,7 @@ from minillm.errors import PromptError, RequestTooLargeError, UnsupportedError
 from minillm.reuse.edit import edited_prompt
 from minillm.reuse.kv_span import KVSpan
 from minillm.reuse.scratch import Scratch
+from minillm.trace import BlocksEvicted
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -131,11 +132,29 @@ def test_all_blocks_come_back(llm: LLM) -> None:
     assert llm.engine.pool.num_used == 0 and not llm.engine.lock._is_owned()
 
 
+def test_a_listener_that_raises_while_blocks_are_taken_keeps_neither_lock_nor_blocks(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=6, max_model_len=24, enforce_eager=True)
+    tokens(llm, "import os")  # its blocks stay cached
+
+    def broken(event: object) -> None:
+        if isinstance(event, BlocksEvicted):
+            raise RuntimeError("a listener is broken")
+
+    llm.engine.listeners.append(broken)
+    with pytest.raises(RuntimeError, match="a listener is broken"), Scratch(llm, 24):
+        pass
+    assert not llm.engine.lock._is_owned()
+    llm.engine.scheduler.check_integrity()
+
+
 def test_refusals_name_the_value_and_the_fix(llm: LLM, tiny: TinyPair) -> None:
     with pytest.raises(PromptError, match=r"span 5:3 .* 4 tokens"):
         edited_prompt(llm, [1, 2, 3, 4], 5, 3, [], salt="a")
-    with pytest.raises(PromptError, match="salt"):
-        edited_prompt(llm, [1, 2, 3, 4], 1, 2, [], salt="")
+    for salt in ("", 5):
+        with pytest.raises(PromptError, match="salt"):
+            edited_prompt(llm, [1, 2, 3, 4], 1, 2, [], salt=salt)
+    with pytest.raises(PromptError, match="0 tokens have no logits"), Scratch(llm, 4) as scratch:
+        scratch.forward([], 0)
     with pytest.raises(RequestTooLargeError, match="300 tokens are more than max_model_len"):
         Scratch(llm, 300)
     small = LLM(str(tiny.target), block_size=4, num_kv_blocks=3, max_model_len=12, enforce_eager=True)
@@ -146,6 +165,16 @@ def test_refusals_name_the_value_and_the_fix(llm: LLM, tiny: TinyPair) -> None:
     quantised = LLM(str(tiny.target), kv_cache_dtype="int8", enforce_eager=True)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype='auto'"):
         Scratch(quantised, 4)
+
+
+def test_an_edit_that_does_not_fit_is_refused_before_the_text_is_computed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine.runner, "run", lambda segments: pytest.fail("it was computed"))
+    with pytest.raises(PromptError, match="token 1000000000 is not in the vocabulary"):
+        edited_prompt(llm, [1, 2, 3, 4], 1, 2, [10**9], salt="a")
+    with pytest.raises(RequestTooLargeError, match="303 tokens are more than max_model_len"):
+        edited_prompt(llm, [1, 2, 3, 4], 1, 2, [5] * 300, salt="a")
 
 
 def divergence(p: Tensor, q: Tensor) -> float:
