@@ -232,6 +232,21 @@ def test_lab_does_not_write_through_a_link(installed, tmp_path):
     assert not elsewhere.exists()
 
 
+@pytest.mark.parametrize("problem", [OSError(28, os.strerror(28)), KeyboardInterrupt()])
+def test_lab_copies_a_lesson_again_that_it_could_not_write_to_the_end(problem, installed, tmp_path, monkeypatch):
+    class CutOff(io.FileIO):
+        def write(self, data):
+            super().write(data[:3])
+            raise problem
+
+    lessons, mine = installed / "_lessons", tmp_path / "mine"
+    with monkeypatch.context() as patch, pytest.raises(type(problem)):
+        patch.setattr(Path, "open", lambda path, mode="r", *_, **__: CutOff(path, mode))
+        lab.copy_new(lessons, mine)
+    assert lab.copy_new(lessons, mine) == (3, 0)
+    assert (mine / "00_tour.ipynb").read_text() == "shipped tour"
+
+
 def test_lab_copies_no_solutions_unless_they_are_asked_for(installed, tmp_path):
     (installed / "_solutions").mkdir()
     (installed / "_solutions" / "02_kv_cache.ipynb").write_text("solved, see ../lessons/glossary.md")
@@ -401,6 +416,18 @@ def test_bench_prints_a_table_and_keeps_the_json(monkeypatch, tmp_path, capsys):
     assert "2.25 to 2.75" in printed
     assert "no" in printed
     assert '"fast"' in file.read_text()
+
+
+def test_bench_keeps_the_json_if_its_table_cannot_be_printed(monkeypatch, tmp_path):
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(bench, "find", lambda name: lambda: {"name": "decode"})
+    monkeypatch.setattr(bench, "find_table", lambda name: str)
+    monkeypatch.setattr("rich.console.Console.print", closed)
+    file = tmp_path / "out.json"
+    assert cli.main(["bench", "decode", "--json", str(file)]) == 0
+    assert '"decode"' in file.read_text()
 
 
 def test_bench_checks_where_to_write_before_it_measures(monkeypatch, tmp_path, capsys):

@@ -100,16 +100,16 @@ def _backward_of_chunk(
 ) -> None:
     """Compute the chunk again and send its gradients to the parameters and to earlier keys and values."""
     past = [tuple(part[:start].detach().requires_grad_() for part in pair) for pair in kept]
+    for pair, grad in zip(past, grads, strict=True):
+        for part, sent in zip(pair, grad, strict=True):
+            part.grad = sent[:start]  # the backward pass adds to it in place
     attention = ChunkAttention(past)  # type: ignore[arg-type]
     target = chunk_loss(model, token_ids, start, end, attention)
     for new, grad in zip(attention.new, grads, strict=True):
         for part, sent in zip(new, grad, strict=True):
-            target = target + (part * sent[start:end]).sum()
+            # A copy: autograd saves it, and would refuse it once other rows of `sent` have changed.
+            target = target + (part * sent[start:end].clone()).sum()
     target.backward()
-    for pair, grad in zip(past, grads, strict=True):
-        for part, sent in zip(pair, grad, strict=True):
-            if part.grad is not None:
-                sent[:start] += part.grad
 
 
 def chunk_loss(model: Decoder, token_ids: Tensor, start: int, end: int, attention: ChunkAttention) -> Tensor:

@@ -12,7 +12,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from minillm.book.techniques import write_techniques
 from minillm.errors import LessonError, UnsupportedError
 from minillm.teaching.course import choose
 from minillm.teaching.publication import read_home
+from minillm.version import __version__
 
 NEEDED = {
     "sphinx": "sphinx",
@@ -63,11 +63,20 @@ def build_book(
         write_pages(root, pages, replays, jobs)
         html = Path(scratch) / "html"
         warnings = _sphinx(pages, html, Path(scratch) / "doctrees", read_home(root).repository)
-        if out.exists():
-            shutil.rmtree(out)
-        shutil.copytree(html, out)
-    (out / MARKER).touch()
+        _replace(out, html)
     return warnings
+
+
+def _replace(out: Path, html: Path) -> None:
+    """Make the folder `out` a copy of `html`. It always has the marker, so after an interrupt it may be replaced."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).touch()
+    for old in sorted(out.iterdir()):
+        if old.is_dir():
+            shutil.rmtree(old)
+        elif old.name != MARKER:
+            old.unlink()
+    shutil.copytree(html, out, dirs_exist_ok=True)
 
 
 def write_pages(root: Path, pages: Path, replays: Collection[str] | None = None, jobs: int = 1) -> None:
@@ -128,7 +137,7 @@ def settings(repository: str) -> dict[str, object]:
         "project": "minillm",
         "html_title": "minillm",
         "copyright": "minillm, Apache License 2.0",
-        "version": metadata.version("minillm-lessons"),
+        "version": __version__,
         "extensions": ["myst_nb", "minillm.book.mathml"],
         "html_theme": "pydata_sphinx_theme",
         "html_theme_options": theme,

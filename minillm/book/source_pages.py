@@ -43,7 +43,6 @@ class SourcePages:
         folder.mkdir(exist_ok=True)
         code = (self.root / path).read_text(encoding="utf-8")
         fence = "`" * (2 + max((len(run) for run in re.findall(r"`+", code)), default=1))
-        fence = max(fence, "```", key=len)
         text = f"# {path}\n\n{fence}{{code-block}} python\n:linenos:\n\n{code.rstrip()}\n{fence}\n"
         (folder / f"{_page(path)}.md").write_text(text, encoding="utf-8")
 

@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import ObjectLostError, RayActorError
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
@@ -23,10 +22,12 @@ from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.prefix_router import PrefixRouter
 from minillm.cluster.prefix_table import MAX_IMBALANCE, PrefixTable
 from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
+from minillm.cluster.session import lost_errors
 from minillm.cluster.worker_pool import check_resources
 from minillm.config import at_least
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.errors import ConfigError, EngineDeadError
+from minillm.serve.server import url_of
 
 ROUTERS = ("prefix", "power_of_two")
 """`power_of_two` is Serve's own: the less loaded of two random replicas."""
@@ -34,6 +35,8 @@ HEALTH_CHECK_S = 2
 START_S = 300
 CONTROLLER = "SERVE_CONTROLLER_ACTOR"
 """The actor that a cluster has while it runs Serve."""
+HEAD = "node:__internal_head__"
+"""The resource that only the head node has."""
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -83,7 +86,7 @@ class ServeReplicas:
         try:
             async for piece in response:
                 yield piece
-        except (RayActorError, ObjectLostError) as problem:
+        except lost_errors() as problem:
             raise ReplicaLost(type(problem).__name__) from problem
         finally:
             response.cancel()
@@ -132,9 +135,10 @@ def serving(
 ) -> Iterator[str]:
     """Start gateways and replicas in the connected cluster; yields the address once it answers.
 
-    At the end Serve is stopped. Raises `ConfigError` if the cluster runs Serve already, `EngineDeadError` if the
-    replicas cannot be started.
+    At the end Serve is stopped. Raises `ConfigError` if this is not the cluster's head node, or if the cluster runs
+    Serve already, `EngineDeadError` if the replicas cannot be started.
     """
+    _check_is_head()
     if _runs_serve():
         raise ConfigError("this Ray cluster runs Serve already; stop it with `serve shutdown`, or use another cluster")
     http = HTTPOptions(host=host, port=port)
@@ -146,11 +150,22 @@ def serving(
             serve.run(build_application(settings, name), name=name, route_prefix="/")
         except RuntimeError as problem:
             raise EngineDeadError(f"the replicas could not be started: {' '.join(str(problem).split())}") from problem
-        url = f"http://{host}:{port}"
+        url = url_of(host, port)
         _wait_until_it_answers(f"{url}/v1/models")
         yield url
     finally:
         serve.shutdown()
+
+
+def _check_is_head() -> None:
+    """Raise `ConfigError` on any other machine: Serve listens on the head node."""
+    here = ray.util.get_node_ip_address()
+    heads = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"]]
+    if heads and here not in heads:
+        raise ConfigError(
+            f"the cluster's HTTP address would be on its head node, {heads[0]}, and this is {here}; run this on the "
+            "head node"
+        )
 
 
 def _runs_serve() -> bool:

@@ -166,7 +166,8 @@ class _Client:
     def __init__(self, url: str, settings: FailoverSettings) -> None:
         self.url, self.settings = url, settings
         self.answers: list[tuple[int, int, str, dict[str, Any]]] = []
-        """Number of the request, status, replica, body: one entry per answer, in the order in which they come."""
+        """Number of the request, status, replica, body (empty after an error): one entry per answer, in the order in
+        which they come."""
         self.sent_again = 0
         """Answers of requests that had lost a replica."""
         self.killed = ""
@@ -183,19 +184,25 @@ class _Client:
             async def work() -> None:
                 for number, prompt in waiting:
                     await self._ask(session, number, prompt)
-                    if not self.killed and len(self.answers) >= len(prompts) // 3:
+                    if not self.killed and len(self.answers) >= max(1, len(prompts) // 3):
                         await self._kill()
 
             await asyncio.gather(*(work() for _ in range(self.settings.concurrent)))
 
     async def _ask(self, session: Any, number: int, prompt: Sequence[int]) -> None:
+        import aiohttp
+
         body = {"prompt": list(prompt), "max_tokens": self.settings.new_tokens, "temperature": 0}
         self._in_flight += 1
-        async with session.post(f"{self.url}/v1/completions", json=body | {"return_token_ids": True}) as response:
-            found = await response.json()
-            self.sent_again += int(response.headers.get("x-minillm-tries", "1")) > 1
-            self.answers.append((number, response.status, response.headers.get("x-minillm-replica", ""), found))
-        self._in_flight -= 1
+        try:
+            async with session.post(f"{self.url}/v1/completions", json=body | {"return_token_ids": True}) as response:
+                found = await response.json() if response.status == 200 else {}  # Serve's own errors are no JSON
+                self.sent_again += int(response.headers.get("x-minillm-tries", "1")) > 1
+                self.answers.append((number, response.status, response.headers.get("x-minillm-replica", ""), found))
+        except (aiohttp.ClientError, OSError, ValueError):
+            pass  # the request has no answer, and `answers` no entry of it
+        finally:
+            self._in_flight -= 1
 
     async def _kill(self) -> None:
         """End the process of the replica that has answered most, as if its machine lost power."""

@@ -39,7 +39,8 @@ TRIES_HEADER = b"x-minillm-tries"
 """To how many replicas the request was sent until then."""
 FORWARDED = (b"content-type", b"accept", b"x-request-id")
 """Headers that replicas get. The key is checked here and stays here."""
-
+PER_CONNECTION = (b"content-length", b"connection")
+"""Headers of a replica's answer that the client does not get: they are about the connection, which is the gateway's."""
 
 Answer = AsyncGenerator[ResponseStart | bytes, None]
 
@@ -151,7 +152,7 @@ class Forward:
         self.answer = self.replicas.send(self.call)
 
     def _with_headers(self, response: Response, start: ResponseStart) -> Response:
-        kept = [pair for pair in start.headers if pair[0] in (b"content-type", b"retry-after")]
+        kept = [pair for pair in start.headers if pair[0] not in PER_CONNECTION]
         length = [pair for pair in response.raw_headers if pair[0] == b"content-length"]
         own = [(REPLICA_HEADER, start.replica.encode()), (TRIES_HEADER, str(self.num_tries).encode())]
         response.raw_headers = [*length, *kept, *own]

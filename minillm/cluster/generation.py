@@ -3,7 +3,8 @@
     prompts.jsonl          {"prompt": "def fib(n):"}          an `id` of your own is optional; else prompts count from 0
     results/part-….jsonl   {"id": 0, "text": "…", "token_ids": […], "finish_reason": "length", "num_prompt_tokens": 5}
 
-A prompt that cannot be run (too long, empty) gets `{"id": …, "error": "…"}` and does not stop the others.
+A prompt that cannot be run (too long, empty, or its logits are NaN) gets `{"id": …, "error": "…"}` and does not stop
+the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from minillm.cluster.parts_folder import PartsFolder
 from minillm.cluster.worker_pool import Pool
 from minillm.config import EngineArgs, at_least
-from minillm.errors import ConfigError, MinillmError, PromptError
+from minillm.errors import ConfigError, MinillmError, NonFiniteLogitsError, PromptError
 from minillm.models.fingerprint import identity_of_folder
 from minillm.models.hub import resolve
 from minillm.sampling import SamplingParams
@@ -76,12 +77,23 @@ class GenerationWorker:
 
     def run(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """One row per item, in order."""
-        refused = {number: said for number, item in enumerate(items) if (said := self._refusal(item))}
-        asked = [number for number in range(len(items)) if number not in refused]
-        params = [self._params(items[number]) for number in asked]
-        outputs = self.llm.generate([items[number]["prompt"] for number in asked], params, use_tqdm=False)
-        rows = {number: _row(output) for number, output in zip(asked, outputs, strict=True)}
-        return [{"id": item["id"], **rows.get(n, {"error": refused.get(n)})} for n, item in enumerate(items)]
+        refusals = [self._refusal(item) for item in items]
+        rows = iter(self._complete([item for item, said in zip(items, refusals, strict=True) if said is None]))
+        results = [next(rows) if said is None else {"error": said} for said in refusals]
+        return [{"id": item["id"], **result} for item, result in zip(items, results, strict=True)]
+
+    def _complete(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """The rows of items that can be run, without ids. If the logits of one are NaN, each half runs again, until
+        that one is alone and gets an error."""
+        prompts, params = [item["prompt"] for item in items], [self._params(item) for item in items]
+        try:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        except NonFiniteLogitsError as problem:
+            if len(items) == 1:
+                return [{"error": str(problem)}]
+            half = len(items) // 2
+            return [*self._complete(items[:half]), *self._complete(items[half:])]
+        return [_row(output) for output in outputs]
 
     def _params(self, item: Item) -> SamplingParams:
         """With a temperature and no seed every prompt gets a seed of its own, so a shard done again is the same."""
@@ -113,9 +125,12 @@ def read_items(file: Path) -> tuple[list[Item], bytes]:
     """The prompts of a file, and its bytes. Each has an `id`, a `number` (from 0) and a `prompt`: text, or
     `{"prompt_token_ids": […]}`.
 
-    Raises `PromptError` for a line that is no prompt, or an id that was there before; `ConfigError` without the file.
+    Raises `PromptError` for a line that is no prompt, or an id that was there before; `ConfigError` if there is no such
+    file, or if it is a pipe or a device.
     """
     try:
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{file} is not a regular file; write the prompts into one")
         data = file.read_bytes()
     except OSError as problem:
         raise ConfigError(f"{file}: {problem.strerror or problem}; name a file of prompts") from None
@@ -179,3 +194,12 @@ def generate_file(
         for number, rows in progress(done, total=len(left)) if progress else done:
             folder.write(*left[number], rows)
         return [folder.path(*part) for part in parts]
+
+
+def failed_rows(parts: Sequence[Path]) -> list[dict[str, Any]]:
+    """The rows of prompts that could not be run, in order."""
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        with part.open(encoding="utf-8") as lines:
+            found += [row for row in map(json.loads, lines) if "error" in row]
+    return found

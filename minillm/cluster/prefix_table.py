@@ -9,8 +9,9 @@ and values. A replica that has more than `max_imbalance` requests more than the 
 its prefix: then waiting costs more than computing the prefix again. Ray's `PrefixCacheAffinityRouter`
 (`imbalanced_threshold`, `match_rate_threshold`) and SGLang's router weigh prefix and load in the same way.
 
-The table holds what was sent, not what is cached: a replica may have evicted a block since. Like the cache, it keeps
-the most recently used blocks of each replica.
+The table holds what was sent or was to be sent, not what is cached: a replica may have evicted a block since, and the
+router notes its first choice even if that replica has no room and another one takes the request. Like the cache, the
+table keeps the most recently used blocks of each replica.
 """
 
 from __future__ import annotations

@@ -30,6 +30,14 @@ def check_ray() -> None:
             raise UnsupportedError(f"{name} is not installed; run: pip install 'minillm-lessons[ray]'")
 
 
+def lost_errors() -> tuple[type[Exception], ...]:
+    """What Ray raises for a call whose process is lost: it has ended, its result is gone with its machine, or Ray's
+    memory monitor has ended it."""
+    from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError
+
+    return RayActorError, ObjectLostError, OutOfMemoryError
+
+
 def set_environment() -> None:
     """Set `ENVIRONMENT`; before Ray is imported."""
     for name, value in ENVIRONMENT.items():

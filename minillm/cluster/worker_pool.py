@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+from minillm.cluster.session import lost_errors, ray_session
 from minillm.config import at_least
 from minillm.errors import ConfigError, EngineDeadError
 
@@ -61,22 +62,32 @@ def check_resources(name: str, wanted: float, whole_above_one: bool = False) -> 
 
 
 class WorkerPool:
-    """At most `num_workers` at a time in the connected Ray cluster, each with its own `num_cpus` and `num_gpus`."""
+    """At most `num_workers` at a time in a Ray cluster, each with its own `num_cpus` and `num_gpus`. `address`: of the
+    cluster, as in `ray_session`."""
 
-    def __init__(self, num_workers: int, num_cpus: float = 1, num_gpus: float = 0) -> None:
+    def __init__(self, num_workers: int, num_cpus: float = 1, num_gpus: float = 0, address: str | None = None) -> None:
         at_least("num_workers", num_workers, 1)
         check_resources("num_cpus", num_cpus)
         check_resources("num_gpus", num_gpus, whole_above_one=True)
-        self.num_workers = num_workers
+        self.num_workers, self.address = num_workers, address
         self.options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
         self.num_lost = 0
         """Workers that ended before their task."""
 
     def map(self, make: Callable[[], Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
-        """See `Pool`. Raises what a worker raises, `ConfigError` if no machine could run one, and `EngineDeadError` for
-        tasks that are given up."""
+        """See `Pool`. The cluster is connected to, or started, only when there are tasks and the first result is asked
+        for: the caller has checked by then what can be checked without it.
+
+        Raises what a worker raises, the errors of `ray_session`, `ConfigError` if no machine could run a worker, and
+        `EngineDeadError` for tasks that are given up.
+        """
+        if tasks:
+            with ray_session(self.address):
+                yield from self._run(make, tasks)
+
+    def _run(self, make: Callable[[], Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         import ray
-        from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+        from ray.exceptions import RayTaskError
 
         for kind, wanted in (("CPU", self.options["num_cpus"]), ("GPU", self.options["num_gpus"])):
             machines = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
@@ -107,7 +118,7 @@ class WorkerPool:
                     result = ray.get(done)
                 except RayTaskError as problem:
                     raise problem.cause or problem from None
-                except (RayActorError, ObjectLostError):
+                except lost_errors():
                     self.num_lost += 1
                     losses[number] += 1
                     if losses[number] < MAX_LOSSES:
@@ -118,6 +129,7 @@ class WorkerPool:
                         start(build(make))
                     continue
                 start(actor)
+                del actor  # Ray ends an idle worker when its last handle is gone; others may wait for its processors
                 yield number, result
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
         finally:

@@ -72,7 +72,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one benchmark, print its table and write its JSON."""
+    """Run one benchmark, write its JSON and print its table."""
     if args.json:
         check_new_file("--json", args.json)
     from rich.console import Console
@@ -87,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     if "save_to" in inspect.signature(measure).parameters:  # it writes partial results, in case it is killed
         given["save_to"] = args.json
     result = measure(**given)
+    if args.json:  # before it is printed, which may fail
+        save(result, args.json)
     console = Console()
     if not console.is_terminal:
         console.width = FILE_WIDTH
     console.print((find_table(args.name) or speed_table)(result))
-    if args.json:
-        save(result, args.json)
     return 0
 
 

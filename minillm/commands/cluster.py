@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ def _worker_options(parser: argparse.ArgumentParser) -> None:
 def _pool(args: argparse.Namespace) -> WorkerPool:
     from minillm.cluster.worker_pool import WorkerPool
 
-    return WorkerPool(args.workers, args.cpus, args.gpus)
+    return WorkerPool(args.workers, args.cpus, args.gpus, args.address)
 
 
 def _bar(unit: str) -> Any:
@@ -103,12 +104,17 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from minillm.cluster.replica import ReplicaSettings
     from minillm.cluster.session import ray_session, set_environment
+    from minillm.models.loading import load_config, resolve
     from minillm.serve.chat_template import read_template
     from minillm.serve.server import listen
+    from minillm.tokenizer import Tokenizer
 
     read_template(args.chat_template)
-    if args.address is None:  # the address is this machine's, and another program may have it
+    if args.address is None:  # all is on this machine: the address, which another program may have, and the model
         listen(args.host, args.port).close()
+        folder = resolve(args.model)
+        load_config(folder)
+        Tokenizer.from_folder(folder)
     replica = ReplicaSettings(
         args.model,
         serve.given_engine_options(args),
@@ -151,15 +157,16 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from minillm.cluster.generation import GenerationSettings, generate_file, read_items
-    from minillm.cluster.session import ray_session
+    from minillm.cluster.generation import GenerationSettings, failed_rows, generate_file
 
     sampling = {"temperature": 0.0, **args.sampling}
-    settings, pool = GenerationSettings(args.model, serve.given_engine_options(args), sampling), _pool(args)
-    read_items(args.prompts)  # before a cluster is started: this may fail
-    with ray_session(args.address):
-        parts = generate_file(args.prompts, args.out, settings, pool, args.shard, _bar("part"))
+    settings = GenerationSettings(args.model, serve.given_engine_options(args), sampling)
+    parts = generate_file(args.prompts, args.out, settings, _pool(args), args.shard, _bar("part"))
     print(f"{len(parts)} parts are in {args.out}; cat {args.out}/part-*.jsonl is all of them, in order")
+    if failed := failed_rows(parts):
+        first = f"the first, with the id {failed[0]['id']!r}: {failed[0]['error']}"
+        print(f"minillm: prompts that could not be run: {len(failed)}; {first}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -186,14 +193,11 @@ def _sweep(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from minillm.cluster.session import ray_session
     from minillm.cluster.sweep import SweepSettings, sweep, table
 
     given = {f.name: getattr(args, f.name) for f in fields(SweepSettings) if getattr(args, f.name) is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    settings, pool = SweepSettings(**{**given, **lists}), _pool(args)
-    with ray_session(args.address):
-        rows = sweep(args.out, settings, pool, _bar("point"))
+    rows = sweep(args.out, SweepSettings(**{**given, **lists}), _pool(args), _bar("point"))
     Console().print(table(rows))
     return 0
 
@@ -203,12 +207,9 @@ def _sweep(args: argparse.Namespace) -> int:
 
 def _grade(args: argparse.Namespace) -> int:
     from minillm.cluster.grading import graders_of
-    from minillm.cluster.session import ray_session
 
-    args.jobs, pool = args.workers, _pool(args)
-    grade.rules_of(args)  # before a cluster is started: this may fail
-    with ray_session(args.address):
-        return grade.grade(args, graders_of(pool))
+    args.jobs = args.workers
+    return grade.grade(args, graders_of(_pool(args)))
 
 
 def _failover_options(parser: argparse.ArgumentParser) -> None:
@@ -237,9 +238,9 @@ def _failover(args: argparse.Namespace) -> int:
 
     known = {f.name for f in fields(FailoverSettings)}
     result = run(FailoverSettings(**{n: value for n, value in vars(args).items() if n in known and value is not None}))
-    Console().print(table(result))
-    if args.json:
+    if args.json:  # before it is printed, which may fail
         save(result, args.json)
+    Console().print(table(result))
     return 0 if passed(result) else 1
 
 

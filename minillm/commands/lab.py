@@ -120,19 +120,26 @@ def copy_new(
 
     `pattern`: of their names; `change`: what to make of their bytes.
 
-    Each file is opened with mode "x", which fails if it exists, so a learner's files are never overwritten.
+    Each file is opened with mode "x", which fails if it exists, so a learner's files are never overwritten. A file that
+    could not be written to its end is deleted, because the next run would take it for a learner's.
     """
     copied = kept = 0
     for file in sorted(f for f in source.rglob(pattern) if f.is_file()):
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
+        data = change(file.read_bytes())
         try:
-            with place.open("xb") as fresh:
-                fresh.write(change(file.read_bytes()))
+            fresh = place.open("xb")
         except FileExistsError:
             kept += 1
-        else:
-            copied += 1
+            continue
+        try:
+            with fresh:
+                fresh.write(data)
+        except BaseException:
+            place.unlink()
+            raise
+        copied += 1
     return copied, kept
 
 

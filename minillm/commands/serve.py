@@ -128,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
         template = ChatTemplate(engine.llm_engine.engine.tokenizer, args.model, args.chat_template)
         app = build_app(engine, settings, template)
         server = make_server(app, args.shutdown_timeout, args.uvicorn_log_level, not args.disable_uvicorn_access_log)
-        print(f"minillm serves {settings.model_names[0]} at {url_of(listener)}/v1", flush=True)
+        url = url_of(*listener.getsockname()[:2])
+        print(f"minillm serves {settings.model_names[0]} at {url}/v1", flush=True)
         server.run(sockets=[listener])
     finally:
         engine.shutdown()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from minillm.doctor.import_probe import Answer, ask, problem
 from minillm.doctor.report import Row
-from minillm.hardware import cpu, gpu, memory
+from minillm.hardware import LOW_MEMORY_BYTES, cpu, gpu, memory
 from minillm.models import bundled
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
@@ -34,8 +34,6 @@ NAMES = {
     "asimd": "NEON",
 }
 """The instruction sets that the compiled step can use, best first, with their usual names."""
-LOW_MEMORY_BYTES = 10**9
-"""The most memory that a lesson may need; the lessons are built to stay below it."""
 
 
 def run_checks() -> Iterator[Row]:
@@ -268,7 +266,7 @@ def browser() -> Row:
 
 
 def _tried(question: str) -> Answer:
-    """The answer of the import probe to one question of `HEAVY`; one process answers all of them."""
+    """The answer of the import probe to one question of `HEAVY`; all are asked together."""
     return ask(*HEAVY)[question]
 
 

@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import Any
 
 SECONDS = 120
-"""Time limit of the other process for all questions; a cold disk needs several seconds."""
+"""Time limit of each process; a cold disk needs several seconds."""
 
 MARK = "minillm tried: "
-"""Prefix of the lines with answers in the other process's output; packages may print lines of their own."""
+"""Prefix of the lines with answers in a process's output; packages may print lines of their own."""
 PROGRAM = """
 import json, sys
 sys.path[:], questions = json.loads(sys.argv[1])
@@ -61,20 +61,29 @@ def answer(question: str) -> tuple[str, Any]:
 
 
 def ask(*questions: str) -> dict[str, Answer]:
-    """Run `answer` for all questions in one new process with this one's `sys.path`. The answers are cached."""
+    """Run `answer` for all questions in one new process with this one's `sys.path`. The answers are cached.
+
+    If an import ends the process or takes too long, another process answers the questions behind it.
+    """
     return _ask(questions, tuple(sys.path))
 
 
 @lru_cache(maxsize=8)
 def _ask(questions: tuple[str, ...], path: tuple[str, ...]) -> dict[str, Answer]:
-    command = [sys.executable, "-c", PROGRAM, json.dumps([path, questions])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-    except OSError:  # no process can be started, as in a browser
-        return {question: Answer(*answer(question)) for question in questions}
-    except subprocess.TimeoutExpired:
-        return dict.fromkeys(questions, Answer(f"broken: importing it took more than {SECONDS} seconds"))
-    lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    found = {question: Answer(problem, value) for question, problem, value in map(json.loads, lines)}
-    died = Answer(f"broken: importing it ends the process (exit status {done.returncode})")
-    return {question: found.get(question, died) for question in questions}
+    found: dict[str, Answer] = {}
+    while left := [question for question in questions if question not in found]:
+        command = [sys.executable, "-c", PROGRAM, json.dumps([path, left])]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=SECONDS)
+            output, end = done.stdout, f"ends the process (exit status {done.returncode})"
+        except OSError:  # no process can be started, as in a browser
+            return found | {question: Answer(*answer(question)) for question in left}
+        except subprocess.TimeoutExpired as late:
+            output, end = late.stdout or b"", f"took more than {SECONDS} seconds"
+        lines = output.decode(errors="replace").splitlines()
+        answers = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+        found |= {question: Answer(problem, value) for question, problem, value in answers}
+        culprit = next((question for question in left if question not in found), None)
+        if culprit is not None:
+            found[culprit] = Answer(f"broken: importing it {end}")
+    return found

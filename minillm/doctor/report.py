@@ -88,7 +88,7 @@ class Report:
         return f"{counts['ok']} ok, {counts['limited']} limited, {counts['missing']} missing."
 
     def to_json(self) -> str:
-        """The report as JSON: `rows`, and `ceilings` if they were measured."""
+        """The report as JSON: `rows`, and `ceilings`, which is empty if they were not measured."""
         value = {"rows": [asdict(row) for row in self.rows], "ceilings": [asdict(c) for c in self.limits]}
         return json.dumps(value, indent=2, ensure_ascii=False)
 

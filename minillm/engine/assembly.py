@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -96,51 +97,51 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     args = _settle(args, layout, cache, max_model_len)
     tokenizer = Tokenizer.from_folder(folder)
     placement = Placement(choose_dtype(args.dtype, device, model_config), device, not args.enforce_eager)
-    ranks = _start_ranks(args, cache, layout, folder, placement) if args.tensor_parallel_size > 1 else None
-    target_model = placement.load(folder, args.quantization) if ranks is None else ranks.load()
+    with _started_ranks(args, cache, layout, folder, placement) as ranks:
+        target_model = placement.load(folder, args.quantization) if ranks is None else ranks.load()
 
-    plans = RunnerPlans(placement, args.block_size, layout, cache, CalibrationTexts(tokenizer))
-    target = plans.new_runner(target_model) if ranks is None else plans.add(ranks.new_runner(target_model))
-    drafter = None
-    if speculative is not None:
-        load_draft = partial(_load_draft, tokenizer, target_model.config, placement, max_model_len)
-        context = DraftContext(
-            options=speculative.options,
-            target=target,
-            target_name=args.model,
-            tokenizer=tokenizer,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            load_model=load_draft,
-            new_runner=plans.new_runner,
-            share_cache=partial(plans.share_cache, target),
+        plans = RunnerPlans(placement, args.block_size, layout, cache, CalibrationTexts(tokenizer))
+        target = plans.new_runner(target_model) if ranks is None else plans.add(ranks.new_runner(target_model))
+        drafter = None
+        if speculative is not None:
+            load_draft = partial(_load_draft, tokenizer, target_model.config, placement, max_model_len)
+            context = DraftContext(
+                options=speculative.options,
+                target=target,
+                target_name=args.model,
+                tokenizer=tokenizer,
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                load_model=load_draft,
+                new_runner=plans.new_runner,
+                share_cache=partial(plans.share_cache, target),
+            )
+            drafter = _build_drafter(speculative, context)
+        num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, target.device)
+        if ranks is not None:
+            num_blocks = ranks.connect(num_blocks)
+        plans.allocate(num_blocks)
+        _check_reading(drafter, target.cache, cache)
+        for runner in plans.all_runners:
+            _use_ops(runner.cache, args.ops or {}, cache)
+            _check_rollback(runner.cache, cache, speculative)
+        if not args.enforce_eager:
+            plans.use_executors(args.max_num_seqs, max_model_len)
+        for runner in plans.all_runners:
+            if runner.executor is None:
+                cast_model(runner.model, placement.dtype)  # PyTorch needs all of a model in one dtype
+        engine = Engine(
+            target,
+            (args.block_pool_cls or BlockPool)(num_blocks, args.block_size),
+            args,
+            tokenizer,
+            drafter,
+            _draft_policy(speculative, target, drafter, num_blocks, max_model_len),
+            args.scheduler_cls or Scheduler,
+            speculative.accept_rule if speculative else EXACT,
         )
-        drafter = _build_drafter(speculative, context)
-    num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, target.device)
-    if ranks is not None:
-        num_blocks = ranks.connect(num_blocks)
-    plans.allocate(num_blocks)
-    _check_reading(drafter, target.cache, cache)
-    for runner in plans.all_runners:
-        _use_ops(runner.cache, args.ops or {}, cache)
-        _check_rollback(runner.cache, cache, speculative)
-    if not args.enforce_eager:
-        plans.use_executors(args.max_num_seqs, max_model_len)
-    for runner in plans.all_runners:
-        if runner.executor is None:
-            cast_model(runner.model, placement.dtype)  # PyTorch needs all of a model in one dtype
-    engine = Engine(
-        target,
-        (args.block_pool_cls or BlockPool)(num_blocks, args.block_size),
-        args,
-        tokenizer,
-        drafter,
-        _draft_policy(speculative, target, drafter, num_blocks, max_model_len),
-        args.scheduler_cls or Scheduler,
-        speculative.accept_rule if speculative else EXACT,
-    )
-    if speculative is not None:
-        engine.scheduler.disable_by_batch_size = speculative.disable_by_batch_size
-    return Assembly(engine, args, max_model_len, plans.bytes_per_block)
+        if speculative is not None:
+            engine.scheduler.disable_by_batch_size = speculative.disable_by_batch_size
+        return Assembly(engine, args, max_model_len, plans.bytes_per_block)
 
 
 def _draft_policy(
@@ -358,13 +359,25 @@ def _settle(args: EngineArgs, layout: type[KVCache], cache: CacheConfig, max_mod
     return replace(args, block_size=block_size, enable_prefix_caching=sharing)
 
 
-def _start_ranks(
+@contextmanager
+def _started_ranks(
     args: EngineArgs, cache: CacheConfig, layout: type[KVCache], folder: Path, placement: Placement
-) -> Ranks:
-    """The processes of a tensor-parallel engine. Imported here, because other engines do not need it."""
-    from minillm.parallel.launch import start_ranks
+) -> Iterator[Ranks | None]:
+    """The ranks of a tensor-parallel engine; None for an engine of one process.
 
-    return start_ranks(args, cache, layout, folder, placement.dtype, placement.device)
+    Their processes end if the engine is not built. A notebook keeps the traceback, which would keep them alive.
+    """
+    if args.tensor_parallel_size == 1:
+        yield None
+        return
+    from minillm.parallel.launch import start_ranks  # here, because other engines do not need it
+
+    ranks = start_ranks(args, cache, layout, folder, placement.dtype, placement.device)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def choose_device(name: str) -> torch.device:

@@ -49,6 +49,9 @@ class Ranks(Protocol):
     def connect(self, num_blocks: int) -> int:
         """Connect to the other ranks. Returns how many blocks the cache of each rank has."""
 
+    def close(self) -> None:
+        """End the other ranks, because the engine is not built."""
+
 
 def check_options(args: EngineArgs, cache: CacheConfig, layout: type[KVCache], device: torch.device) -> None:
     """Raise `UnsupportedError` for an option that has no tensor-parallel form, or a PyTorch without
@@ -113,7 +116,8 @@ class LeadingRank:
         self.folder, self.dtype, self.block_size = folder, dtype, args.block_size
         size = args.tensor_parallel_size
         self.group = Group(0, size, device_of(device, 0))
-        num_threads = max(1, torch.get_num_threads() // size)
+        self.num_threads = max(1, torch.get_num_threads() // size)
+        """Of each rank, because they share the processors."""
         self.workers = Workers(
             [
                 Setup(
@@ -125,7 +129,7 @@ class LeadingRank:
                     kv_cache_dtype=cache.dtype,
                     kv_cache_options=dict(cache.options),
                     block_size=args.block_size,
-                    num_threads=num_threads,
+                    num_threads=self.num_threads,
                 )
                 for rank in range(1, size)
             ]
@@ -133,17 +137,13 @@ class LeadingRank:
 
     def load(self) -> ParallelDecoder:
         """See `Ranks.load`. The workers load at the same time."""
-        try:
-            model = load_part(self.folder, self.group, self.dtype)
-        except BaseException:
-            self.workers.close()
-            raise
+        model = load_part(self.folder, self.group, self.dtype)
         self.workers.wait_until_ready()
         return model
 
     def new_runner(self, model: ParallelDecoder) -> LeadingRunner:
         """See `Ranks.new_runner`."""
-        return LeadingRunner(model, self.block_size, self.workers)
+        return LeadingRunner(model, self.block_size, self.workers, self.num_threads)
 
     def connect(self, num_blocks: int) -> int:
         """See `Ranks.connect`. Ranks of one machine find each other through a store of rank 0.
@@ -155,6 +155,10 @@ class LeadingRank:
         self.workers.send(Connect(store.port))
         self.group.connect(store)
         return num_blocks
+
+    def close(self) -> None:
+        """See `Ranks.close`."""
+        self.workers.close()
 
 
 class LaunchedRank:
@@ -188,3 +192,6 @@ class LaunchedRank:
         store, _, _ = next(dist.rendezvous("env://", self.group.rank, self.group.size))
         self.group.connect(dist.PrefixStore(f"minillm/{next(_NUMBERS)}", store))
         return self.group.lowest(num_blocks)
+
+    def close(self) -> None:
+        """See `Ranks.close`. Nothing to do: torchrun ends the others when this process fails."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from minillm.batch import Segment
@@ -27,10 +28,14 @@ class LeadingRunner(ModelRunner):
     would leave the others waiting in a collective. The workers end with this object.
     """
 
-    def __init__(self, model: ParallelDecoder, block_size: int, workers: Workers) -> None:
+    def __init__(self, model: ParallelDecoder, block_size: int, workers: Workers, num_threads: int) -> None:
+        """`num_threads`: how many threads PyTorch uses for this rank's part of a step, as in each worker."""
         super().__init__(model, None, block_size)  # type: ignore[arg-type]  (`RunnerPlans.allocate` sets its cache)
         self.workers = workers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minillm-rank-0")
+        others = torch.get_num_threads()
+        self._thread.submit(_use_threads, num_threads).result()
+        torch.set_num_threads(others)  # of this thread, and of those that use PyTorch for the first time later
         weakref.finalize(self, _end, workers, self._thread)
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
@@ -60,6 +65,13 @@ def _run(workers: Workers, order: Message, own: Callable[[], Result]) -> Result:
     except BaseException:
         workers.close()  # they wait for this rank in a collective
         raise
+
+
+def _use_threads(num_threads: int) -> None:
+    """Set PyTorch's number of threads for the calling thread, as its own: at its first look at the number, a thread
+    takes the one that was set last in the process."""
+    torch.get_num_threads()
+    torch.set_num_threads(num_threads)
 
 
 def _end(workers: Workers, thread: ThreadPoolExecutor) -> None:

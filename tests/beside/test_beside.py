@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.beside import chunked_training
 from minillm.beside.binary_linear import BinaryLinear
-from minillm.beside.chunked_training import SavedBytes, chunked_backward, whole_backward
+from minillm.beside.chunked_training import ChunkAttention, SavedBytes, chunked_backward, whole_backward
 from minillm.beside.contrastive import dense_contrastive_loss, tiled_contrastive_loss
 from minillm.beside.embedding_codes import EmbeddingCodes, kmeans, nearest
 from minillm.beside.sparse_gather import by_bag, by_gather, by_product, incidence
@@ -120,6 +120,23 @@ def test_activations_stay_those_of_a_chunk_as_the_text_grows() -> None:
     keys_and_values = {length: 2 * 2 * 2 * 8 * 8 * (length - 1) for length in (129, 257, 513)}
     activations = {peaks["chunks", length] - count for length, count in keys_and_values.items()}
     assert len(activations) == 1 and activations.pop() < 0.1 * peaks["whole", 513]
+
+
+def test_gradients_of_keys_and_values_have_one_place_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the gradients that a chunk sends would grow with the text too: six numbers per token in place of four."""
+    read = []
+
+    class Noted(ChunkAttention):
+        def __init__(self, past: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            super().__init__(past)
+            read.extend(part for pair in past for part in pair)
+
+    monkeypatch.setattr(chunked_training, "ChunkAttention", Noted)
+    model = small_model()
+    chunked_backward(model, torch.arange(41), 10)
+    grads = [part.grad for part in read if part.grad is not None]
+    assert len(grads) == 4 * 2 * len(model.layers)  # of four chunks
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 2 * len(model.layers)
 
 
 def test_a_text_without_a_next_token_is_refused() -> None:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat import NotebookNode
 
+from minillm import __version__
 from minillm.book import site
 from minillm.book.replays import take_scripts
 from minillm.book.site import build_book, write_pages
@@ -90,6 +93,42 @@ def test_a_book_is_replaced_and_other_folders_are_not(
     shutil.copytree(book, old)
     build_book(ROOT, old, replays=())
     assert not (old / "index.html").exists()
+
+
+@pytest.mark.parametrize("step", ["rmtree", "copytree"])
+def test_a_book_that_could_not_be_written_to_the_end_is_replaced(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sphinx(pages: Path, html: Path, *_: object) -> list[str]:
+        html.mkdir()
+        (html / "index.html").write_text("new")
+        return []
+
+    def cut_off(*folders: Path | str, **options: object) -> None:
+        real(*folders, **options)
+        if Path(folders[-1]).is_relative_to(out):  # others are temporary
+            out.mkdir(exist_ok=True)
+            (out / "half.html").write_text("half")
+            raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(site, "write_pages", lambda *_: None)
+    monkeypatch.setattr(site, "_sphinx", sphinx)
+    real, out = getattr(shutil, step), tmp_path / "site"
+    (out / "lessons").mkdir(parents=True)
+    (out / site.MARKER).touch()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(shutil, step, cut_off)
+        build_book(ROOT, out)
+    build_book(ROOT, out)
+    assert {file.name for file in out.iterdir()} == {"index.html", site.MARKER}
+
+
+def test_a_clone_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    assert site.settings("")["version"] == __version__
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

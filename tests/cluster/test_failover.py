@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from types import ModuleType
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +56,41 @@ def test_nodes_that_never_start_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
 def test_one_request_that_is_lost_or_wrong_fails_the_check(wrong: dict[str, int]) -> None:
     good = {"requests": 500, "answered_once": 500, "status_200": 500, "same_tokens": 500}
     assert passed({"rows": [good, good | wrong]}) is (wrong == {})
+
+
+@pytest.mark.parametrize("status", [None, 500])
+def test_a_request_without_an_answer_is_counted(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third of four: its connection is closed, or its answer is an error in plain text."""
+    aiohttp = ModuleType("aiohttp")
+    aiohttp.ClientError = type("ClientError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "aiohttp", aiohttp)
+    asked: list[Any] = []
+
+    async def completion() -> dict[str, Any]:
+        usage = {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+        return {"usage": usage, "choices": [{"token_ids": [7]}]}
+
+    async def no_json() -> None:
+        raise aiohttp.ClientError("plain text")
+
+    @asynccontextmanager
+    async def post(url: str, json: Any) -> AsyncIterator[SimpleNamespace]:
+        asked.append(json)
+        good = len(asked) != 3
+        if not good and status is None:
+            raise aiohttp.ClientError("the server has closed the connection")
+        yield SimpleNamespace(status=200 if good else status, headers={}, json=completion if good else no_json)
+
+    client = failover._Client("http://cluster", FailoverSettings())
+
+    async def ask_all() -> None:
+        for number in range(4):
+            await client._ask(SimpleNamespace(post=post), number, [5])
+
+    asyncio.run(ask_all())
+    counts = failover._counts(client, [[7]] * 4)
+    assert (counts["answered_once"], counts["status_200"], counts["same_tokens"]) == (3 if status is None else 4, 3, 3)
+    assert client._in_flight == 0 and not passed({"rows": [counts]})
 
 
 def test_a_check_of_nothing_is_refused() -> None:

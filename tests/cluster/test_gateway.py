@@ -176,6 +176,13 @@ def test_a_refusal_of_the_replica_passes(replica: Replica, settings: ReplicaSett
     assert next(a for a in full if a.status_code == 503).headers["retry-after"] == "1"
 
 
+def test_headers_of_a_redirect_and_of_a_wrong_method_pass(replica: Replica, settings: ReplicaSettings) -> None:
+    redirect = ask(Unreliable(replica), settings, GREEDY, path="/v1/completions/")
+    assert (redirect.status_code, redirect.headers["location"]) == (307, "/v1/completions")
+    wrong = ask(Unreliable(replica), settings, None)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+
+
 def test_keys_and_lengths_are_checked_before_a_replica_is_asked(replica: Replica, settings: ReplicaSettings) -> None:
     replicas = Unreliable(replica)
     assert ask(replicas, settings, GREEDY, api_keys=["secret"]).status_code == 401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.cluster.generation import GenerationSettings, generate_file, read_items, shards
-from minillm.cluster.worker_pool import ThisProcess, Worker, WorkerPool
-from minillm.errors import ConfigError, PromptError, UnknownOptionError
+from minillm.cluster.worker_pool import ThisProcess, Worker
+from minillm.errors import ConfigError, NonFiniteLogitsError, PromptError, UnknownOptionError
 from tests.conftest import TinyPair
 
 PROMPTS = [f"def f{number}(a, b):\n    return" for number in range(11)]
@@ -142,6 +143,22 @@ def test_a_prompt_that_cannot_run_does_not_stop_the_others(tmp_path: Path, setti
     assert "over the context" in found[1]["error"]
 
 
+def test_a_prompt_whose_logits_are_nan_does_not_stop_the_others(
+    file: Path, tmp_path: Path, settings: GenerationSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = rows(generate_file(file, tmp_path / "whole", settings, ThisProcess()))
+    generate = LLM.generate
+
+    def overflows(self: LLM, prompts: list[Any], *args: Any, **options: Any) -> list[Any]:
+        if PROMPTS[3] in prompts:
+            raise NonFiniteLogitsError("the model gave NaN", "3")
+        return generate(self, prompts, *args, **options)
+
+    monkeypatch.setattr(LLM, "generate", overflows)
+    found = rows(generate_file(file, tmp_path / "out", settings, ThisProcess()))
+    assert found == [*whole[:3], {"id": 3, "error": "the model gave NaN"}, *whole[4:]]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -165,6 +182,14 @@ def test_a_bad_file_is_refused_before_anything_runs(tmp_path: Path, text: str, m
         read_items(tmp_path / "prompts.jsonl")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.timeout(60)
+def test_a_file_that_could_be_read_without_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "prompts.jsonl")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read_items(tmp_path / "prompts.jsonl")
+
+
 def test_bad_options_are_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name a file"):
         read_items(tmp_path / "none.jsonl")
@@ -180,10 +205,3 @@ def test_shards_cover_every_item_once() -> None:
         assert covered == list(range(10))
     with pytest.raises(ConfigError, match="shard"):
         shards(10, 0)
-
-
-@pytest.mark.parametrize("options", [{"num_cpus": -1}, {"num_cpus": float("nan")}, {"num_gpus": 1.5}])
-def test_amounts_that_no_machine_gives_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="must be"):
-        WorkerPool(1, **options)
-    WorkerPool(1, num_cpus=0.5, num_gpus=2)

@@ -76,6 +76,11 @@ def test_the_block_size_reaches_the_engine(
         ({"slices": ("poems",)}, "there is no slice 'poems'"),
         ({"weights": "fp4"}, "there is no kind of weights 'fp4'"),
         ({"rounds": 0}, "rounds=0"),
+        ({"new_tokens": 1}, "new_tokens=1"),
+        ({"new_tokens": 256}, "leaves 0 of 256 tokens for a prompt"),
+        ({"prompts": 1000}, "--prompts 1000 is more than the"),
+        ({"draft": None, "methods": ("ngram", "draft_model")}, "method 'draft_model' needs a draft model"),
+        ({"methods": ("spire",)}, "no weights of method 'spire'"),
     ],
 )
 def test_a_bad_sweep_is_refused(settings: SweepSettings, change: dict[str, Any], message: str) -> None:

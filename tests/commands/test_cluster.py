@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from minillm import cli
+from minillm.bench.processes import free_port
 from minillm.cluster import session
+from minillm.cluster.worker_pool import ThisProcess
 from minillm.commands import cluster
 from minillm.commands.parser import parser
 from minillm.errors import ConfigError
+from tests.conftest import TinyPair
 
 JOBS = ("serve", "generate", "sweep", "grade", "failover")
 
@@ -71,11 +75,42 @@ def test_the_examples_are_read_by_the_parser() -> None:
         (["generate", "none.jsonl", "--out", "x", "--max-num-seqs", "0"], "max_num_seqs=0"),
         (["sweep", "--out", "x", "--methods", "guess"], "there is no method 'guess'"),
         (["sweep", "--out", "x", "--slices", "poems"], "there is no slice 'poems'"),
+        (["generate", "prompts.jsonl", "--out", "x", "--model", "no-such-model"], "no model 'no-such-model'"),
+        (["sweep", "--out", "x", "--model", "no-such-model"], "no model 'no-such-model'"),
+        (["grade", "none", "--out", "x"], "none is no folder"),
         (["failover", "--json", "/no/such/folder/x.json"], "there is no folder"),
     ],
 )
-def test_a_bad_option_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+def test_a_bad_option_is_refused_before_ray_is_started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "def"}\n')
     assert message in refusal(capsys, *words)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_model_that_is_not_there_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    assert "no model 'no-such-model'" in refusal(capsys, "serve", "no-such-model", "--port", str(free_port()))
+
+
+@pytest.mark.usefixtures("installed")
+def test_prompts_that_could_not_be_run_are_counted(
+    tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "_pool", lambda args: ThisProcess())
+    file = tmp_path / "prompts.jsonl"
+    words = ["cluster", "generate", str(file), "--model", str(tiny.target), "--device", "cpu", "--enforce-eager"]
+    file.write_text('{"prompt": "def"}\n{"prompt": ""}\n')
+    assert cli.main([*words, "--out", str(tmp_path / "some")]) == 1
+    assert "could not be run: 1; the first, with the id 1: the prompt is empty" in capsys.readouterr().err
+    file.write_text('{"prompt": "def"}\n')
+    assert cli.main([*words, "--out", str(tmp_path / "all")]) == 0
 
 
 @pytest.mark.usefixtures("installed")
@@ -96,6 +131,19 @@ def test_what_was_given_reaches_the_sweep(monkeypatch: pytest.MonkeyPatch) -> No
         "rounds": 2,
         "weights": "int8",
     }
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_result_that_cannot_be_printed_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("minillm.cluster.failover.run", lambda settings: {"name": "failover"})
+    monkeypatch.setattr("minillm.cluster.failover.table", str)
+    monkeypatch.setattr("rich.console.Console.print", closed)
+    file = tmp_path / "out.json"
+    assert cli.main(["cluster", "failover", "--json", str(file)]) == 0
+    assert '"failover"' in file.read_text()
 
 
 def test_importing_minillm_imports_no_ray() -> None:

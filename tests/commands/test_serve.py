@@ -55,6 +55,14 @@ def test_a_bad_option_is_refused(capsys: pytest.CaptureFixture[str], words: list
 
 
 @pytest.mark.usefixtures("installed")
+def test_an_ipv6_address_is_written_in_brackets() -> None:
+    from minillm.serve.server import url_of
+
+    assert url_of("::1", 8000) == "http://[::1]:8000"
+    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

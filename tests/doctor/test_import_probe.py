@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from minillm.doctor import import_probe
-from minillm.doctor.import_probe import ask
+from minillm.doctor.import_probe import MARK, Answer, ask
 
 
 @pytest.fixture
@@ -33,11 +34,11 @@ def test_a_package_is_imported_once_and_elsewhere(package: str, tmp_path: Path) 
     assert int(process) != os.getpid() and package not in sys.modules
 
 
-def test_what_came_before_the_end_of_the_process_counts(package: str, tmp_path: Path) -> None:
+def test_only_the_package_that_ends_the_process_is_broken(package: str, tmp_path: Path) -> None:
     (tmp_path / "fatal.py").write_text("import os; os.abort()")
     found = ask(package, "fatal", "json")
-    assert found[package].problem == ""
-    assert "ends the process" in found["fatal"].problem and "ends the process" in found["json"].problem
+    assert found[package].problem == found["json"].problem == ""
+    assert "ends the process" in found["fatal"].problem
 
 
 def test_where_there_are_no_processes_it_is_imported_here(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +54,20 @@ def test_a_package_that_never_ends_is_told(package: str, tmp_path: Path, monkeyp
     (tmp_path / "endless.py").write_text("while True:\n    pass")
     monkeypatch.setattr(import_probe, "SECONDS", 0.5)
     assert ask("endless")["endless"].problem == "broken: importing it took more than 0.5 seconds"
+
+
+def test_only_the_package_that_never_ends_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], timeout: float, **_: object) -> subprocess.CompletedProcess[bytes]:
+        said = b""
+        for question in json.loads(command[-1])[1]:
+            if question == "endless":
+                raise subprocess.TimeoutExpired(command, timeout, said or None)
+            said += f"\n{MARK}{json.dumps([question, '', 7])}\n".encode()
+        return subprocess.CompletedProcess(command, 0, said)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    late, good = Answer("broken: importing it took more than 120 seconds"), Answer("", 7)
+    assert ask("before", "endless", "after") == {"before": good, "endless": late, "after": good}
 
 
 def test_a_package_that_lacks_another_is_broken_and_not_missing(package: str, tmp_path: Path) -> None:

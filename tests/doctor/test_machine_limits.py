@@ -7,6 +7,7 @@ import torch
 
 from minillm.doctor import machine_limits
 from minillm.errors import ConfigError
+from minillm.hardware import Gpu
 from minillm.ops.cpu import tile_rate
 from minillm.ops.linear import can_pack
 
@@ -89,6 +90,13 @@ def test_both_ceilings_of_a_cpu_are_measured(monkeypatch):
     found = machine_limits.measure(repeats=5)
     assert [(c.device, c.unit) for c in found] == [("cpu", "B/s"), ("cpu", "FLOP/s")]
     assert all(0 < c.low <= c.median <= c.high for c in found)
+
+
+def test_a_gpu_that_another_process_has_filled_is_left_out(monkeypatch):
+    monkeypatch.setattr(machine_limits, "CPU_COPY_BYTES", 2**20)
+    monkeypatch.setattr(machine_limits, "CPU_MATMUL_SIZE", 64)
+    monkeypatch.setattr(machine_limits, "gpu", lambda: Gpu("NVIDIA H100", (9, 0), 80 * 2**30, 0))
+    assert [limit.device for limit in machine_limits.measure(repeats=5)] == ["cpu", "cpu"]
 
 
 def test_median_of_few_runs_is_refused():

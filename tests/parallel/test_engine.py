@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
 from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import save_llama
 from minillm.parallel.messages import Allocate, Connect, CopyBlocks, Failed, Ready, Run, Setup, frame, receive
+from minillm.parallel.runner import LeadingRunner
 from minillm.parallel.workers import Workers
 from minillm.reuse.scratch import Scratch
 from minillm.trace import RequestPreempted
@@ -141,6 +143,25 @@ def test_worker_that_cannot_allocate_says_why(tiny: TinyPair, monkeypatch: pytes
     monkeypatch.setattr(Workers, "send", lambda self, m: send(self, Allocate(10**15) if isinstance(m, Allocate) else m))
     with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended: .*[Mm]emory"):
         LLM(str(tiny.target), tensor_parallel_size=2, device="cpu")
+
+
+def test_workers_end_if_the_engine_is_not_built(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are held here, as by a traceback that a notebook keeps."""
+    held, wait = [], Workers.wait_until_ready
+    monkeypatch.setattr(Workers, "wait_until_ready", lambda self: (held.append(self), wait(self)))
+    with pytest.raises(ConfigError, match="holds no block"):
+        LLM(str(tiny.target), tensor_parallel_size=2, device="cpu", kv_cache_memory_bytes=1)
+    [workers] = held
+    [process] = workers.processes
+    assert process.poll() is not None
+
+
+def test_the_steps_of_rank_0_have_their_own_limit_of_threads(split: LLM) -> None:
+    torch.set_num_threads(2)
+    runner = LeadingRunner(split.engine.runner.model, 4, Workers([]), 1)
+    assert runner._thread.submit(torch.get_num_threads).result() == 1
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
 
 
 KILLED = """

@@ -1,0 +1,41 @@
+"""Workers where there is room for one: they take turns, and a lost one's task is done again. Without Ray."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from minillm.cluster.worker_pool import WorkerPool
+from minillm.errors import ConfigError
+from tests.cluster.ray_stand_in import RayStandIn
+
+
+class Squares:
+    def run(self, number: int) -> int:
+        return number * number
+
+
+def test_more_workers_than_there_is_room_for_take_turns(ray: RayStandIn) -> None:
+    """The second one has its task from the start, and no processor before the first one has ended."""
+    assert dict(WorkerPool(2).map(Squares, range(4))) == {0: 0, 1: 1, 2: 4, 3: 9}
+
+
+@pytest.mark.parametrize("loss", ["RayActorError", "ObjectLostError", "OutOfMemoryError"])
+def test_the_task_of_a_lost_worker_is_done_by_another(ray: RayStandIn, loss: str) -> None:
+    ray.losses = [getattr(sys.modules["ray.exceptions"], loss)()]
+    pool = WorkerPool(1)
+    assert dict(pool.map(Squares, range(3))) == {0: 0, 1: 1, 2: 4}
+    assert (pool.num_lost, len(ray.actors)) == (1, 1)
+
+
+def test_without_tasks_no_cluster_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.cluster.worker_pool.ray_session", lambda address: pytest.fail("it connected"))
+    assert list(WorkerPool(1).map(Squares, [])) == []
+
+
+@pytest.mark.parametrize("options", [{"num_cpus": -1}, {"num_cpus": float("nan")}, {"num_gpus": 1.5}])
+def test_amounts_that_no_machine_gives_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        WorkerPool(1, **options)
+    WorkerPool(1, num_cpus=0.5, num_gpus=2)
