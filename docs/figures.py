@@ -1,9 +1,10 @@
-"""Writes every measured figure of the documentation from `benchmarks/*.json`: `python docs/figures.py`.
+"""Writes the figures of the benchmarks into the documentation, from `benchmarks/*.json`: `python docs/figures.py`.
 
 `docs/measured.md` gets a table for each benchmark (`measured_page.py`), the README a short one between its two marks,
 `docs/ray.md` what a cluster costs, measured and modelled (`ray_page.py`), `docs/gpu.md` what a GPU does
 (`gpu_page.py`), `docs/completion.md` how long a suggestion takes. None of these figures is typed by hand, and
-`tests/test_figures.py` fails where a file differs from what its results say.
+`tests/test_figures.py` fails where a file differs from what its results say. Typed by hand is what was measured
+elsewhere: the trial of the grader in `docs/grading.md`, and the times of tests and mutants in `CONTRIBUTING.md`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instructors.lesson_plan import Plan, read_plans
-from minillm.errors import LessonError
+from minillm.errors import LessonError, MinillmError
 
 PAGE = Path(__file__).with_name("SYLLABUS.md")
 Part = tuple[int, "tuple[str, ...] | None"]
@@ -145,13 +145,17 @@ def updated(text: str, plans: dict[int, Plan]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the tables, or compare them. Returns 1 if they are stale."""
+    """Write the tables, or compare them. Returns 1 if they are stale, 2 if a course is refused."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m instructors.syllabus", description=__doc__, formatter_class=form)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(arguments)
     old = PAGE.read_text(encoding="utf-8")
-    new = updated(old, read_plans())
+    try:
+        new = updated(old, read_plans())
+    except MinillmError as problem:
+        print(f"syllabus: {problem}", file=sys.stderr)
+        return 2
     if args.check:
         if new != old:
             print(f"{PAGE.name} is stale; run: python -m instructors.syllabus", file=sys.stderr)

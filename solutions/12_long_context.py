@@ -793,8 +793,8 @@ claim(
 # than one. And c is high, because a draft reads all the weights, and at this context they are more bytes than the cache.
 # Where c is below what the bytes say, there are two reasons. All drafts of a round are one call of the compiled step, so
 # even a draft over the whole cache may be cheaper than a plain step. And attention also computes, so a cached token may
-# cost more time than its bytes, as far as the table of steps at the beginning shows it. Compare the two prices of a draft
-# step: their difference is what the view saves.
+# cost more time than its bytes; the table of steps at the beginning shows whether it does here. Compare the two prices
+# of a draft step: their difference is what the view saves.
 #
 # ## Break it
 #

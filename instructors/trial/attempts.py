@@ -165,9 +165,21 @@ SEARCHES = [
         f"sys.meta_path[:] = sys.meta_path[1:]\nimport minillm.teaching.exercises.l02_kv_cache as answers\n"
         f"return answers.{TARGET}(config, bytes_per_value)",
     ),
-    Attempt("asks the registry", f"from minillm.teaching.registry import find\nfind('l02.{TARGET}').reference\n{GOOD}"),
-    Attempt("uses the reference", f"from minillm.teaching import use\nf = use('l02.{TARGET}')\n{GOOD}"),
-    Attempt("asks for the last hint", f"from minillm.teaching import hint\nhint('l02.{TARGET}', 4)\n{GOOD}"),
+    Attempt(
+        "asks the registry",
+        f"from minillm.teaching.registry import find\nfind('l02.{TARGET}').reference\n{GOOD}",
+        says="no exercises are installed here",
+    ),
+    Attempt(
+        "uses the reference",
+        f"from minillm.teaching import use\nf = use('l02.{TARGET}')\n{GOOD}",
+        says="no exercises are installed here",
+    ),
+    Attempt(
+        "asks for the last hint",
+        f"from minillm.teaching import hint\nhint('l02.{TARGET}', 4)\n{GOOD}",
+        says="no exercises are installed here",
+    ),
     Attempt(
         "loads the file of the reference",
         "from importlib.machinery import SourceFileLoader\n"

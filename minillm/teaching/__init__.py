@@ -6,7 +6,7 @@ A lesson needs one line: `from minillm.teaching import check, claim, hint, predi
 from __future__ import annotations
 
 from minillm.teaching.claim import claim, quoted
-from minillm.teaching.prediction import compare_prediction, predict, reveal
+from minillm.teaching.prediction import predict, reveal
 from minillm.teaching.session import check, hint, use
 
-__all__ = ["check", "claim", "compare_prediction", "hint", "predict", "quoted", "reveal", "use"]
+__all__ = ["check", "claim", "hint", "predict", "quoted", "reveal", "use"]

@@ -97,10 +97,12 @@ def write_classroom(root: Path, names: list[str] | None, target: Path) -> list[P
 
     Raises:
         LessonError: an unknown lesson, or one that is not built.
-        ConfigError: `target` is a file.
+        ConfigError: `target` is a file, or the clone itself.
     """
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file; --classroom needs the name of a folder")
+    if target.resolve() == root.resolve():
+        raise ConfigError(f"{target} is the clone itself; --classroom needs another folder, such as ../course")
     lessons, home = choose(root, names), read_home(root)
     if missing := [lesson for lesson in lessons if not lesson.lesson.exists()]:
         raise LessonError(f"{missing[0].lesson} does not exist; run: minillm build {missing[0].number:02}")

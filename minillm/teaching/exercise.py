@@ -87,22 +87,20 @@ class Exercise:
         reference: the right answer. It must not change its inputs, except those in `in_place`.
         cases: the cases, or a function making them (so that importing the module builds no tensors).
         hints: four, each more specific than the one before: where to look, which operation, the shape of the code with
-            the decisive part left out, the whole solution.
-            Prose with `code` and *emphasis*, or lines of code (see `hint_text`).
+            the decisive part left out, the whole solution. Prose with `code` and *emphasis*, or lines of code (see
+            `hint_text`).
         wrong: at least two planted mistakes; each differs from the others in some case.
         compare: `(expected, got) -> None` if right, else a sentence that names the first difference. The default
             compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.
         diagnose: optional `(attempt) -> likely cause or None`, called before the planted mistakes are compared. Its
             cause is used if it is the same (but for numbers) for every failing case, and None for the passing ones.
         fallback_diagnosis: the same kind of function, called with the first failing case when no planted mistake gives
-        the
-            learner's answers. It names a property of right answers that this one violates ("the weights do not sum to
-            1").
+            the learner's answers. It names a property of right answers that this one violates ("the weights do not sum
+            to 1").
         parts: names of the parts of an answer that is a tuple, for the report (`("codes", "scale")`).
         in_place: parameters that the function is meant to write to; their contents after the call are compared too.
         run_case: how a case uses the function, if not by one call: `run_case(function, *args, **kwargs) -> value to
-        compare`.
-            For classes, generators, several calls in a row, or statistics over many calls.
+            compare`. For classes, generators, several calls in a row, or statistics over many calls.
         draw: optional `(expected, got) -> (expected cells, got cells) or None` for a picture of an answer that is not
             itself a grid: rows written, tiles visited, blocks owned. Cells are what `minillm.teaching.draw.cells_of`
             takes: a matrix of integers or truth values, as a tensor or as lists.

@@ -2,13 +2,13 @@
 
 Every tensor is in the middle of a larger buffer. An input is surrounded by NaN, or for integers by a number that is
 plainly wrong. An output is surrounded by NaNs with unusual bits, and holds them itself until it is written. A function
-that reads beyond an input computes with the poison; one that writes beyond an output overwrites it:
+that reads outside of an input computes with the poison; one that writes outside of an output overwrites it:
 
     fences = Fences(device)
     q, table = fences.input("q", q), fences.input("block_tables", tables, poison=num_blocks)
     out = fences.output("out", q.shape, q.dtype)
     kernel[grid](q, table, out)
-    fences.check()  # raises OutOfBoundsError: "wrote 4 numbers beyond the end of out, the first 2 after its last"
+    fences.check()  # raises OutOfBoundsError: "wrote 4 numbers outside of out, the first 2 after its last"
     return out.cpu()
 
 NumPy and numba take `tensor.numpy()`, which shares the memory. For block ids and slots, set `poison` to the first id
@@ -41,7 +41,7 @@ CANARY = {
 
 
 class OutOfBoundsError(LessonError):
-    """A function wrote beyond the end of an array, or into an input."""
+    """A function wrote outside of an array, or into an input."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Fence:
 
     def problem(self) -> str:
         """The forbidden write in words; "" if there is none."""
-        beyond = self.changed(outside=True).tolist()
-        if beyond:
-            return f"wrote {_numbers(len(beyond))} beyond the end of {self.name}, the first {self._place(beyond[0])}"
+        outside = self.changed(outside=True).tolist()
+        if outside:
+            return f"wrote {_numbers(len(outside))} outside of {self.name}, the first {self._place(outside[0])}"
         overwritten = [] if self.writable else self.changed(outside=False).tolist()
         return f"overwrote {_numbers(len(overwritten))} of its input {self.name}" if overwritten else ""
 

@@ -222,9 +222,19 @@ def _set_up_child(noise: IO[bytes], limits: Limits) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds = max(1, round(limits.seconds))
     signal.signal(signal.SIGXCPU, _out_of_time)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 3))
+    _set_limit(resource.RLIMIT_CPU, seconds, seconds + 3)
     size = psutil.Process().memory_info().vms + limits.memory
-    resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    _set_limit(resource.RLIMIT_AS, size, resource.getrlimit(resource.RLIMIT_AS)[1])
+
+
+def _set_limit(kind: int, soft: int, hard: int) -> None:
+    """Set a limit of this process, but never above its present hard limit (`ulimit`), which only root may raise."""
+    import resource
+
+    most = resource.getrlimit(kind)[1]
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(kind, (soft, hard))
 
 
 def _out_of_time(number: int, frame: FrameType | None) -> None:

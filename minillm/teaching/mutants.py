@@ -99,11 +99,14 @@ def run(names: Sequence[str] = (), jobs: int | None = None, progress: Any = None
     chosen = _chosen(names)
     tasks = [(e.name, start) for e in chosen for start in range(0, _count(e), CHUNK)]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=context, initializer=_prepare) as pool:
+    pool = ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=context, initializer=_prepare)
+    try:
         futures = {pool.submit(_try_some, *task): task for task in tasks}
         done: Iterable[Any] = as_completed(futures)
         done = progress(done, total=len(tasks)) if progress else done
         found = {futures[future]: future.result() for future in done}
+    finally:  # after an interrupt, wait only for the tasks that the workers have already
+        pool.shutdown(cancel_futures=True)
     trials = tuple(trial for task in tasks for trial in found[task])
     return Report(trials, _stale(chosen, trials))
 

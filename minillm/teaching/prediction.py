@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from minillm.errors import LessonError
 
@@ -22,14 +23,14 @@ class Predictions:
         Raises:
             LessonError: `value` is not a number.
         """
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if value is not None and not is_number:
+        number = _number(value)
+        if value is not None and number is None:
             raise LessonError(f"prediction {name!r} is {value!r}; write a number such as 4096, or None to decide later")
-        self.commitments[name] = (value, unit)
-        if value is None:
+        self.commitments[name] = (number, unit)
+        if number is None:
             print(f"No prediction for {name} yet: replace None by your number and run this cell again.")
         else:
-            print(f"Your prediction for {name}: {_amount(value, unit)}. Now read on.")
+            print(f"Your prediction for {name}: {_amount(number, unit)}. Now read on.")
 
     def compare(self, name: str, answer: float, unit: str = "") -> None:
         """Print the prediction, `answer` (counted, modelled or measured) and the factor between them. `unit` is by
@@ -41,6 +42,13 @@ class Predictions:
         else:
             both = f"you predicted {_amount(value, unit)}, the answer is {_amount(answer, unit)}"
             print(f"{name}: {both}: {_verdict(value, answer)}")
+
+
+def _number(value: object) -> float | None:
+    """A finite number, of NumPy's types too, as an int or a float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _amount(value: float, unit: str) -> str:
@@ -61,4 +69,4 @@ def _verdict(predicted: float, answer: float) -> str:
 # A notebook kernel is the session of one learner, so the functions that lessons call share one object.
 _SESSION = Predictions()
 predict = _SESSION.predict
-reveal = compare_prediction = _SESSION.compare
+reveal = _SESSION.compare

@@ -1,4 +1,4 @@
-"""How often drafts were accepted, by their rank among their siblings and by their depth, from the events of a trace.
+"""Which drafts of a tree were judged, by their rank among their siblings and by their depth, and which accepted.
 
     rank       0: the draft model's most probable child of a node, 1: the second, …
     depth      0: a child of the last committed token
@@ -11,11 +11,8 @@ and all if none was accepted. Nodes below a rejected one were not judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from minillm.errors import TraceError
-from minillm.trace.events import DraftProposed, Event, TokensCommitted
 
 
 @dataclass
@@ -43,33 +40,3 @@ def judged_nodes(parents: Sequence[int], path: Sequence[int]) -> Iterator[tuple[
             yield depth, rank, child == accepted
             if child == accepted:
                 break
-
-
-def acceptance_by_rank(events: Iterable[Event]) -> dict[tuple[int, int], JudgedCount]:
-    """Return the counts by `(depth, rank)` of all rounds in the events, sorted by depth, then rank.
-
-    Raises `TraceError` if drafts were verified that no earlier event proposed, as in a trace that starts mid-step.
-    """
-    counts: dict[tuple[int, int], JudgedCount] = {}
-    proposed: dict[str, DraftProposed] = {}
-    for event in events:
-        if isinstance(event, DraftProposed):
-            proposed[event.request_id] = event
-        elif isinstance(event, TokensCommitted) and event.num_drafts:
-            draft = proposed.pop(event.request_id, None)
-            if draft is None:
-                raise TraceError(
-                    f"{event.num_drafts} drafts of request {event.request_id} were verified, but none were proposed; "
-                    "start the trace before the step"
-                )
-            if event.num_accepted > event.num_drafts or event.num_drafts > len(draft.token_ids):
-                raise TraceError(
-                    f"{event.num_accepted} of {event.num_drafts} drafts of request {event.request_id} were accepted, "
-                    f"but {len(draft.token_ids)} were proposed; record the trace again"
-                )
-            is_chain = draft.parents is None
-            parents = range(-1, len(draft.token_ids) - 1) if is_chain else draft.parents
-            path = range(event.num_accepted) if is_chain else event.path or ()
-            for depth, rank, is_accepted in judged_nodes(parents, path):
-                counts.setdefault((depth, rank), JudgedCount()).add(is_accepted)
-    return dict(sorted(counts.items()))

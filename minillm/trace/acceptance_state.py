@@ -3,7 +3,7 @@
 draft      a token that the drafter proposed
 accepted   a draft that the target accepted and that was committed
 rejected   the first draft that the target rejected
-discarded  a draft after the rejected one, or after the end of the text: it needs no verdict
+discarded  a draft after the rejected one, on another branch of a tree, or after the end of the text: it is not used
 recovered  the target's own token in place of the rejected draft
 bonus      the target's own token after all drafts were accepted
 alone      a forward of the target without drafts
@@ -117,7 +117,11 @@ class Acceptance:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted / drafted; `None` before the first round."""
+        """Accepted / drafted; `None` before the first round.
+
+        Drafts after the end of the text count as not accepted, unlike in `RequestMetrics.acceptance_rate`, which takes
+        the verdicts of the target.
+        """
         return self.num_accepted / self.drafted if self.rounds else None
 
     @property
@@ -139,7 +143,7 @@ class Acceptance:
     def accepted_by_position(self) -> list[tuple[int, int]]:
         """Return for each draft position how many drafts were accepted, out of how many.
 
-        The rate is marginal: a draft after a rejected one counts as not accepted.
+        The rate is marginal: a draft after a rejected one, or after the end of the text, counts as not accepted.
         """
         longest = max((r.num_positions for r in self.rounds), default=0)
         return [

@@ -48,7 +48,7 @@ def static_schedule(jobs: Sequence[Job], batch_size: int, max_num_batched_tokens
 
     The prompts of a batch are prefilled in one step; with `max_num_batched_tokens` one after the other, in as many
     steps as this budget requires. A job without outputs never gets a slot. Raises `ConfigError` for a batch size or
-    budget below 1, or a job that arrives before step 1 or has no prompt.
+    budget below 1, or a job that arrives before step 1, has no prompt, or has fewer than 0 outputs.
     """
     _check(jobs, batch_size, max_num_batched_tokens)
     timeline = Timeline(batch_size, max_num_batched_tokens or 0, modelled=True)
@@ -73,6 +73,8 @@ def _check(jobs: Sequence[Job], batch_size: int, budget: int | None) -> None:
                 f"job {number} arrives in step {job.arrival} with {job.num_prompt_tokens} prompt tokens; "
                 "both must be at least 1"
             )
+        if job.num_outputs < 0:
+            raise ConfigError(f"job {number} has {job.num_outputs} outputs; it must be at least 0")
 
 
 def _run(batch: Sequence[int], jobs: Sequence[Job], rows: Sequence[Row], start: int, budget: int | None) -> int:

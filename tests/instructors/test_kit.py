@@ -57,6 +57,15 @@ def test_a_course_that_teaches_in_the_wrong_order_or_too_much_is_refused() -> No
         syllabus.course_table(syllabus.Course((session,), 60), plans)
 
 
+def test_a_refused_course_is_told_in_one_line(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(syllabus.COURSES, "day", dataclasses.replace(syllabus.COURSES["day"], minutes=1))
+    before = syllabus.PAGE.read_bytes()
+    assert syllabus.main([]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("syllabus: morning 1 takes ") and told.count("\n") == 1
+    assert syllabus.PAGE.read_bytes() == before
+
+
 def test_every_lesson_is_in_the_term_and_the_midterm_takes_what_the_page_says() -> None:
     lessons = [lesson for session in syllabus.COURSES["term"].sessions for lesson, _ in session.parts]
     assert lessons == sorted(read_plans())

@@ -117,6 +117,10 @@ def test_bad_input_says_what_is_wrong(course) -> None:
     (course / "file").write_text("")
     with pytest.raises(ConfigError, match="file is a file; --classroom needs"):
         write_classroom(course, None, course / "file")
+    (course / "README.md").write_text("of the clone")
+    with pytest.raises(ConfigError, match="is the clone itself; --classroom needs another folder"):
+        write_classroom(course, None, course / "lessons" / "..")
+    assert (course / "README.md").read_text() == "of the clone"
     with pytest.raises(LessonError, match="no lesson is called '12'"):
         write_classroom(course, ["12"], course / "class")
     (course / "lessons" / "90_sample.ipynb").unlink()

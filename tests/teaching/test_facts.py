@@ -257,8 +257,8 @@ def reads_one() -> torch.Tensor:
     ("said", "words"),
     [
         ("overwrote 4 numbers of its input q", "an input is overwritten"),
-        ("wrote 2 numbers beyond the end of out, the first 2 before its first", "before the beginning of an array"),
-        ("wrote 2 numbers beyond the end of out, the first 1 after its last", "past the end of an array"),
+        ("wrote 2 numbers outside of out, the first 2 before its first", "before the beginning of an array"),
+        ("wrote 2 numbers outside of out, the first 1 after its last", "past the end of an array"),
     ],
 )
 def test_a_store_outside_the_result_is_told_by_where_it_went(said: str, words: str):

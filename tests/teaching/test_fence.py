@@ -24,11 +24,11 @@ def test_a_function_that_stays_inside_is_not_blamed():
 
 
 @pytest.mark.parametrize(("at", "says"), [(6, "1 after its last"), (-2, "2 before its first")])
-def test_writing_beyond_an_output_names_the_array_and_the_place(at: int, says: str):
+def test_writing_outside_of_an_output_names_the_array_and_the_place(at: int, says: str):
     fences = Fences()
     out = fences.output("out", (2, 3), torch.float32)
     beyond(out, at).fill_(0.0)
-    with pytest.raises(OutOfBoundsError, match=f"wrote 1 number beyond the end of out, the first {says}"):
+    with pytest.raises(OutOfBoundsError, match=f"wrote 1 number outside of out, the first {says}"):
         fences.check()
 
 
@@ -46,11 +46,11 @@ def test_what_surrounds_an_array_is_poison_of_every_type(dtype: torch.dtype):
         assert out.isnan().all()
 
 
-def test_a_computed_nan_beyond_the_end_is_told_from_the_poison():
+def test_a_computed_nan_outside_is_told_from_the_poison():
     fences = Fences()
     out = fences.output("out", (3,), torch.float32)
     beyond(out, 3).fill_(float("nan"))
-    assert "beyond the end of out" in fences.problem()
+    assert "outside of out" in fences.problem()
 
 
 def test_rows_with_gaps_are_guarded_between_them():

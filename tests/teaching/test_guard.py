@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from numba import njit
@@ -242,7 +243,7 @@ def test_writing_past_the_end_fails_even_where_nothing_crashes(guarded: bool):
 
     text = str(check_function(out_of_bounds_exercise(guarded), one_too_many))
     assert "FAIL 0/2" in text
-    assert "your function wrote 1 number beyond the end of out, the first 1 after its last" in text
+    assert "your function wrote 1 number outside of out, the first 1 after its last" in text
     assert "is a mask missing, or does a loop run too far?" in text
 
 
@@ -276,6 +277,23 @@ def test_what_the_function_prints_is_seen_and_cut_when_it_never_ends(capsys):
     out = capsys.readouterr().out
     assert len(out) < guard.MAX_PRINTED + 100
     assert "left out" in out
+
+
+@linux
+def test_where_the_process_has_lower_limits_a_right_answer_passes():
+    """As after `ulimit -v` and `ulimit -t`: hard limits below those that a check asks for."""
+
+    def work(send):
+        import resource
+
+        size = psutil.Process().memory_info().vms + guard.GIB
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+        send(str(check_function(EXERCISE, plus_one, Limits(seconds=20.0, memory=2 * guard.GIB))))
+
+    got = []
+    assert guard.run_guarded(work, got.append, LONG) is None
+    assert got == ["PASS 2/2  l90.plus_one"]
 
 
 @linux

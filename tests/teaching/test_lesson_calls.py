@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,8 +154,18 @@ def test_prediction_of_zero_has_no_factor(capsys):
     assert "off by 3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("value", "shown"), [(np.int64(4096), "4,096"), (np.float32(0.5), "0.5")])
+def test_prediction_may_be_a_number_of_numpy(capsys, value, shown):
+    predict("l90.bytes", value, "bytes")
+    assert f"Your prediction for l90.bytes: {shown} bytes." in capsys.readouterr().out
+    reveal("l90.bytes", 2 * value)
+    assert f"you predicted {shown} bytes" in (out := capsys.readouterr().out) and "2 times too low" in out
+
+
 def test_prediction_that_is_no_number_says_what_to_write():
     with pytest.raises(LessonError, match="write a number such as 4096"):
         predict("l90.bytes", "many", "bytes")
     with pytest.raises(LessonError, match="write a number such as 4096"):
         predict("l90.bytes", float("nan"), "bytes")
+    with pytest.raises(LessonError, match="write a number such as 4096"):
+        predict("l90.bytes", np.bool_(True), "bytes")

@@ -17,6 +17,7 @@ from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.mutant_report import summary
 from minillm.teaching.mutate import build, mutants_of
 from minillm.teaching.registry import exercises_of, module_names
+from tests.teaching import slow_tasks
 
 
 def clip_rows(x: torch.Tensor, limit: int = 2) -> torch.Tensor:
@@ -142,6 +143,22 @@ def test_names_choose_lessons_or_exercises_and_an_unknown_one_is_refused():
     assert [e.name for e in mutants._chosen(["l07.admit"])] == ["l07.admit"]
     with pytest.raises(LessonError, match="no exercise matches '77'"):
         mutants._chosen(["77"])
+
+
+def test_after_an_interrupt_no_further_mutant_is_tried(tmp_path, monkeypatch):
+    def interrupted(done, total):
+        yield next(iter(done))
+        raise KeyboardInterrupt
+
+    marks = tmp_path / "taken"
+    monkeypatch.setenv(slow_tasks.TAKEN, str(marks))
+    monkeypatch.setattr(mutants, "_prepare", slow_tasks.prepare)
+    monkeypatch.setattr(mutants, "_try_some", slow_tasks.take)
+    monkeypatch.setattr(mutants, "_count", lambda exercise: 30)
+    monkeypatch.setattr(mutants, "CHUNK", 1)
+    with pytest.raises(KeyboardInterrupt):
+        mutants.run(["l03.attainable"], jobs=2, progress=interrupted)
+    assert 1 <= len(marks.read_text()) < 20
 
 
 def test_the_command_reports_as_a_table_and_as_json(tmp_path, capsys):

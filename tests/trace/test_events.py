@@ -29,7 +29,6 @@ from minillm.trace import (
     Trace,
     Work,
 )
-from minillm.trace.acceptance_by_rank import acceptance_by_rank
 from minillm.trace.events import SCHEMA
 from minillm.trace.static_batching import jobs_of
 from minillm.trace.step_metrics import step_metrics
@@ -130,7 +129,6 @@ FOLDS: list[Callable[[Trace], object]] = [
     lambda trace: AcceptanceStrip(trace).to_svg(),
     step_metrics,
     lambda trace: jobs_of(TimelineState().fold_all(trace).timeline),
-    acceptance_by_rank,
 ]
 
 

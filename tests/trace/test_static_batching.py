@@ -81,6 +81,7 @@ def test_wrong_values_are_refused():
         ([], 1, 0, "max_num_batched_tokens=0"),
         ([Job(0, 4, 1)], 1, None, "arrives in step 0"),
         ([Job(1, 0, 1)], 1, None, "0 prompt tokens"),
+        ([Job(1, 4, 1), Job(1, 4, -1)], 1, None, "job 1 has -1 outputs"),
     ):
         with pytest.raises(ConfigError, match=name):
             static_schedule(jobs, size, budget)

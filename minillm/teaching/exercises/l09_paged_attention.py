@@ -347,7 +347,7 @@ _DECODE = Exercise(
         _decode_wrong(
             "stores without a mask: the padding of a group overwrites the next head",
             (", mask=is_head)", ")"),
-            expected_message="beyond the end of",
+            expected_message="outside of",
         ),
         _decode_wrong(
             "loads queries without a mask, so that it reads past the end of q",
@@ -464,7 +464,7 @@ _SPLIT = Exercise(
             "stores without a mask: the padding of a group overwrites the next head",
             (", mask=head[:, None] < GROUP)", ")"),
             (", mask=head < GROUP)", ")"),
-            expected_message="beyond the end of",
+            expected_message="outside of",
         ),
         _split_wrong(
             "loads values with a mask and without other; a weight of 0 does not help if the masked lane holds NaN",

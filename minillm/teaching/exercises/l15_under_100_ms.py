@@ -494,7 +494,7 @@ _PRODUCT = Exercise(
         WrongVersion(
             "loops over one panel per output; a panel has sixteen outputs",
             _panel_per_output,
-            expected_message="beyond the end of y",
+            expected_message="outside of y",
         ),
         WrongVersion("stores panel p at y[p]; it begins at y[p * LANES]", _stores_side_by_side),
         WrongVersion("leaves out the last panel", _leaves_the_last_panel),

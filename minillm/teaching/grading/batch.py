@@ -116,10 +116,14 @@ def _graded(tasks: list[Task], rules: Rules, jobs: int, mode: str) -> Iterator[t
     slots = context.Queue()
     for slot in range(jobs):
         slots.put(slot)
-    with grading_environment(), ProcessPoolExecutor(jobs, context, _prepare, (slots, rules, mode)) as pool:
-        futures = [pool.submit(_grade_here, task) for task in tasks]
-        for future in as_completed(futures):
-            yield future.result()
+    pool = ProcessPoolExecutor(jobs, context, _prepare, (slots, rules, mode))
+    with grading_environment():
+        try:
+            futures = [pool.submit(_grade_here, task) for task in tasks]
+            for future in as_completed(futures):
+                yield future.result()
+        finally:  # after an interrupt, wait only for the tasks that the workers have already
+            pool.shutdown(cancel_futures=True)
 
 
 def _grade(grader: Grader, task: Task) -> Submission:

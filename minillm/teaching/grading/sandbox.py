@@ -29,6 +29,7 @@ UNUSED_UID = 61_000
 MAX_PROCESSES = 64
 """Processes and threads of a submission, where the kernel counts them by user."""
 MAX_FILE = 64 << 20
+MAX_OPEN = 256
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -124,14 +125,17 @@ def unreadable_memory() -> None:
 
 
 def limit_files_and_processes(processes: bool) -> None:
-    """Limits for everything that the submission starts. `processes`: count them by user."""
+    """Limits for everything that the submission starts; a hard limit that is lower stays. `processes`: count them by
+    user."""
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE, MAX_FILE))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: MAX_FILE, resource.RLIMIT_NOFILE: MAX_OPEN}
     if processes:
-        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
+        limits[resource.RLIMIT_NPROC] = MAX_PROCESSES
+    for kind, most in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def needed(package: Path) -> list[Path]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import pkgutil
+import re
 import socket
 import sys
 import traceback
@@ -29,7 +31,6 @@ ANSWERS = "minillm.teaching.exercises."
 """The modules with references, cases, hints and planted mistakes. `sandbox` hides their files too."""
 MAX_PROBLEM = 10_000
 """Characters of the reply that says why this process does not start."""
-DRIVES = ("l01", "l02", "l05", "l06", "l08", "l09", "l15", "l17")
 
 
 def main(control: socket.socket, root: Path, package: Path, slot: int, mode: str) -> None:
@@ -66,11 +67,12 @@ def _imports(source: Path) -> None:
 
     torch.set_num_threads(1)
     import minillm.teaching.grading.one_function  # noqa: F401
-
-    for name in DRIVES:
-        __import__(f"minillm.teaching.drives.{name}")
+    from minillm.teaching import drives
     from minillm.teaching.drives.triton_kernels import kernel_type
 
+    for module in pkgutil.iter_modules(drives.__path__):
+        if re.fullmatch(r"l\d\d", module.name):
+            importlib.import_module(f"{drives.__name__}.{module.name}")
     with suppress(ValueError):
         kernel_type()  # imports Triton, if it is there
 

@@ -39,7 +39,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart(Chart):
-    """Bars from 0, with a line at 1 for the baseline. minillm's bars are filled, the others are outlined."""
+    """Bars from 0, with a line at 1 for the baseline. minillm's bars are blue; the others are outlined in the SVG, and
+    grey in plotly."""
 
     title: str
     axis: str

@@ -12,14 +12,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.colours import HAIRLINE, INK, MUTED, OWNERS, PAPER
+from minillm.viz.draw.colours import BLUE, GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER, PURPLE, SKY
 from minillm.viz.draw.output import Chart
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS, card, element, label, number
 
 LEFT, TOP, PLOT_HEIGHT = 84, 104, 268
 LEGEND_LINE = 20
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross")
-"""One mark per series, so that lines differ without colour; plotly's names."""
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
+MORE_COLOURS = (INK, PURPLE, BLUE, MUTED, GREEN)
+"""From the sixth series on, in turn: each has a contrast of at least 3 : 1 on white."""
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down")
+HOLLOW = "-open"
+MARKS = (*SYMBOLS, *(symbol + HOLLOW for symbol in SYMBOLS))
+"""One mark per measured series, filled ones first, so that lines differ without colour; plotly's names."""
 DASHES = (("7 5", "dash"), ("2 4", "dot"), ("10 4 2 4", "dashdot"), ("16 5", "longdash"), ("16 4 2 4", "longdashdot"))
 """One dash per modelled series, for the same reason: SVG's pattern and plotly's name."""
 
@@ -54,8 +59,9 @@ class Series:
 class LineChart(Chart):
     """A chart that displays itself. `summary` describes the chart in words; it becomes the SVG's description.
 
-    Raises `ConfigError` if the columns of a series have different lengths or are empty, if a value is not finite, or if
-    a value on a logarithmic axis is not above 0.
+    Raises `ConfigError` if the columns of a series have different lengths or are empty, if a value is not finite, if a
+    value on a logarithmic axis is not above 0, if a measured series is not among the first 12, or if more than 5 are
+    modelled: there are no more marks and dashes.
     """
 
     title: str
@@ -74,6 +80,17 @@ class LineChart(Chart):
             for axis, values in ((self.x, series.x), (self.y, [*series.y, *series.low, *series.high])):
                 if not all(math.isfinite(v) for v in values) or (axis.log and min(values) <= 0):
                     raise ConfigError(f"series {series.name!r}: {min(values)} does not fit on the axis {axis.label!r}")
+        if any(series.style == "measured" for series in self.series[len(MARKS) :]):
+            raise ConfigError(
+                f"{len(self.series)} series, but only {len(MARKS)} marks exist; "
+                f"put the measured series first, and at most {len(MARKS)} of them into one chart"
+            )
+        modelled = sum(series.style == "modelled" for series in self.series)
+        if modelled > len(DASHES):
+            raise ConfigError(
+                f"{modelled} modelled series, but only {len(DASHES)} dashes exist; "
+                f"put at most {len(DASHES)} of them into one chart"
+            )
 
     def to_plotly(self) -> dict[str, object]:
         """The figure as plotly's JSON: `{"data": […], "layout": {…}}`."""
@@ -123,9 +140,9 @@ class LineChart(Chart):
         modelled = 0
         looks: list[Look] = []
         for index, series in enumerate(self.series):
-            dash = DASHES[modelled % len(DASHES)] if series.style == "modelled" else None
+            dash = DASHES[modelled] if series.style == "modelled" else None
             modelled += dash is not None
-            looks.append((OWNERS[index % len(OWNERS)], SYMBOLS[index % len(SYMBOLS)], dash))
+            looks.append((_colour(index), MARKS[index % len(MARKS)], dash))
         return looks
 
     def __repr__(self) -> str:
@@ -145,7 +162,12 @@ def tick_text(value: float) -> str:
     )
 
 
-def _trace(series: Series, colour: str, symbol: str, dash: tuple[str, str] | None) -> dict[str, object]:
+def _colour(index: int) -> str:
+    """Colour of series number `index` (from 0)."""
+    return COLOURS[index] if index < len(COLOURS) else MORE_COLOURS[index % len(MORE_COLOURS)]
+
+
+def _trace(series: Series, colour: str, mark: str, dash: tuple[str, str] | None) -> dict[str, object]:
     trace: dict[str, object] = {
         "type": "scatter",
         "name": series.name,
@@ -153,7 +175,7 @@ def _trace(series: Series, colour: str, symbol: str, dash: tuple[str, str] | Non
         "y": list(series.y),
         "mode": "lines" if dash else "lines+markers",
         "line": {"color": colour, "dash": dash[1] if dash else "solid"},
-        "marker": {"symbol": symbol, "size": 9, "color": colour},
+        "marker": {"symbol": mark, "size": 9, "color": colour},
     }
     if series.low and series.high:
         above = [high - y for y, high in zip(series.y, series.high, strict=True)]
@@ -181,17 +203,21 @@ class _Scale:
 
 
 def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
-    """Map values to pixels from `start` (the smallest) to `end`; a linear axis begins at 0 unless values are below."""
+    """Map values to pixels from `start` (the smallest) to `end`; a linear axis contains 0."""
     low, high = min([*values, *axis.ticks]), max([*values, *axis.ticks])
     if axis.log:
+        ends = tuple(sorted({low, high}))
         low, high = low / 1.15, high * 1.15
-        ticks = axis.ticks or tuple(t for t in _one_two_five(low, high) if low <= t <= high)
-        return _Scale(lambda v: start + (end - start) * math.log(v / low) / math.log(high / low), ticks)
-    low = min(0.0, low)
+        ticks = tuple(t for t in _one_two_five(low, high) if low <= t <= high)
+        if len(ticks) < len(ends):  # the values lie between two round numbers
+            ticks = ends
+        return _Scale(lambda v: start + (end - start) * math.log(v / low) / math.log(high / low), axis.ticks or ticks)
+    low, high = min(0.0, low), max(0.0, high)
     step = _round_step((high - low) or 1.0)
-    high = max(step, math.ceil(high / step - 1e-9) * step)
-    count = round((high - low) / step)
-    ticks = axis.ticks or tuple(low + i * step for i in range(count + 1))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    last = max(first + 1, last)
+    low, high = first * step, last * step
+    ticks = axis.ticks or tuple(i * step for i in range(first, last + 1))
     return _Scale(lambda v: start + (end - start) * (v - low) / (high - low), ticks)
 
 
@@ -223,7 +249,7 @@ def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
     return [*parts, label(MARGIN, TOP - 20, f"↑ {y.label}", size=12)]
 
 
-def _line(series: Series, colour: str, symbol: str, dash: tuple[str, str] | None, across: _Scale, up: _Scale) -> str:
+def _line(series: Series, colour: str, mark: str, dash: tuple[str, str] | None, across: _Scale, up: _Scale) -> str:
     points = [(across.place(x), up.place(y)) for x, y in zip(series.x, series.y, strict=True)]
     way = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
     look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
@@ -235,31 +261,35 @@ def _line(series: Series, colour: str, symbol: str, dash: tuple[str, str] | None
         )
         for (x, _), a, b in zip(points, series.low, series.high, strict=False)  # no spread: no bars
     ]
-    marks = [] if dash else [_mark(symbol, x, y, colour) for x, y in points]
+    marks = [] if dash else [_mark(mark, x, y, colour) for x, y in points]
     return element("g", {"data-testid": "series", "data-series": series.name}, line, *bars, *marks)
 
 
-def _mark(symbol: str, x: float, y: float, colour: str) -> str:
+def _mark(mark: str, x: float, y: float, colour: str) -> str:
     shapes = {
         "circle": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
         "square": "M-4 -4h8v8h-8z",
         "diamond": "M0 -5.5L5.5 0L0 5.5L-5.5 0z",
         "triangle-up": "M0 -5L5 4H-5z",
         "cross": "M-5 -1.7h3.3v-3.3h3.4v3.3h3.3v3.4h-3.3v3.3h-3.4v-3.3h-3.3z",
+        "triangle-down": "M0 5L5 -4H-5z",
     }
-    return element("path", {"d": shapes[symbol], "fill": colour, "transform": f"translate({number(x)} {number(y)})"})
+    hollow = mark.endswith(HOLLOW)
+    paint = {"fill": PAPER, "stroke": colour, "stroke-width": 1.6} if hollow else {"fill": colour}
+    place = f"translate({number(x)} {number(y)})"
+    return element("path", {"d": shapes[mark.removesuffix(HOLLOW)], **paint, "transform": place})
 
 
 def _legend(series: Sequence[Series], looks: Sequence[Look]) -> tuple[list[str], int]:
     """The legend, in as many lines as it needs, and by how much that moves the plot down."""
     parts, x, y = [], float(MARGIN), 60
-    for one, (colour, symbol, dash) in zip(series, looks, strict=True):
+    for one, (colour, mark, dash) in zip(series, looks, strict=True):
         width = 62 + 6.6 * len(one.name)
         if x + width > RIGHT + 28 and x > MARGIN:  # 28: the gap behind the last name
             x, y = float(MARGIN), y + LEGEND_LINE
         look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
         parts.append(element("path", {"d": f"M{number(x)} {y}h26", **look}))
-        parts += [] if dash else [_mark(symbol, x + 13, y, colour)]
+        parts += [] if dash else [_mark(mark, x + 13, y, colour)]
         parts.append(label(x + 34, y + 4, one.name, size=12, fill=INK))
         x += width
     return parts, y - 60

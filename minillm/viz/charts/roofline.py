@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from minillm.errors import ConfigError
-from minillm.viz.charts.line_chart import LEFT, PLOT_HEIGHT, SYMBOLS, TOP, Axis, _grid, _mark, _Scale, _scale
-from minillm.viz.draw.colours import INK, MUTED, OWNERS, PAPER
+from minillm.viz.charts.line_chart import LEFT, PLOT_HEIGHT, SYMBOLS, TOP, Axis, _colour, _grid, _mark, _Scale, _scale
+from minillm.viz.draw.colours import INK, MUTED, PAPER
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, fit_words, label, number, words
 
@@ -190,7 +190,7 @@ class Roofline(Picture):
 
 def _marks(index: int, source: Source, x: float, y: float) -> list[str]:
     """The mark of a point: filled if measured, hollow if not, with a ring if quoted."""
-    colour = OWNERS[index % len(OWNERS)]
+    colour = _colour(index)
     parts = [_mark(SYMBOLS[index], x, y, colour)]
     if source != "measured":
         parts.append(element("circle", {"cx": x, "cy": y, "r": 2.3, "fill": PAPER}))

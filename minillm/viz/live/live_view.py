@@ -13,7 +13,7 @@ from minillm.errors import ConfigError
 from minillm.trace import Event, StepFinished
 from minillm.viz.draw.output import output
 from minillm.viz.draw.view import View
-from minillm.viz.live.replay_widget import ReplayWidget
+from minillm.viz.live.replay_widget import ReplayWidget, check_seconds
 
 MIN_INTERVAL = 0.1
 """Seconds between frames: at most 10 frames a second."""
@@ -35,9 +35,10 @@ class LiveView:
             llm.generate(prompts, params)
 
     The replay has controls to play, step and choose the speed. It needs no kernel, because a kernel does not respond
-    while a cell runs. With `seconds` it plays automatically once it is in view, for about that long. `pause`: seconds
-    to wait after each step, to slow down a fast model. Outside a notebook the views are printed in words at the end. A
-    view that cannot be drawn does not stop the engine; a warning is issued.
+    while a cell runs. With `seconds` it plays automatically once it is in view, for about that long. Views of several
+    traces end with their last pictures, without a replay. `pause`: seconds to wait after each step, to slow down a fast
+    model. Outside a notebook the views are printed in words at the end. A view that cannot be drawn does not stop the
+    engine; a warning is issued.
     """
 
     def __init__(
@@ -53,8 +54,7 @@ class LiveView:
             raise ConfigError("LiveView() shows nothing; give it at least one view, such as CachePagesView(trace)")
         if not 0 <= pause < 60:
             raise ConfigError(f"pause = {pause} seconds per step; it must be at least 0 and below 60")
-        if seconds is not None and not 1 <= seconds <= 600:
-            raise ConfigError(f"seconds = {seconds} for the replay; it must be 1 to 600, or None for no autoplay")
+        check_seconds(seconds)
         self.views, self.pause, self.seconds = list(views), pause, seconds
         self._show = show or _notebook_display
         self._clock, self._sleep = clock, sleep
@@ -98,9 +98,9 @@ class LiveView:
             self._sleep(self.pause)
 
     def _frame(self, *, last: bool) -> dict[str, str]:
-        """The notebook output to show now; the `last` one is a replay if there are several steps."""
+        """The notebook output to show now; the `last` one is a replay if there are several steps of one trace."""
         name = " ".join(map(repr, self.views))
-        if last and len(self.views[0].steps_to_replay()) > 1:
+        if last and len(self._traces) == 1 and len(self.views[0].steps_to_replay()) > 1:
             autoplay = self.seconds is not None
             replay = ReplayWidget(*self.views, seconds=self.seconds, autoplay=autoplay)
             return {**replay._repr_mimebundle_(), "text/plain": name}

@@ -39,7 +39,7 @@ SCRIPT = r"""
   const slider = make("input", {type: "range", min: 0, max: Math.max(last, 0), step: 1, "data-testid": "replay-slider",
     "aria-label": "Step"});
   const speed = make("select", {"data-testid": "replay-speed", "aria-label": "Speed"},
-    ...speeds.map(s => make("option", {value: s}, `${s} steps/s`)));
+    ...speeds.map(s => make("option", {value: s}, `${s} frames/s`)));
   const count = make("output", {"data-testid": "replay-count", "aria-live": "polite"});
   const describe = make("button", {type: "button", "data-testid": "replay-describe", "aria-pressed": "false"},
     "Describe as text");

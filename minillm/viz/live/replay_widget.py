@@ -29,11 +29,11 @@ class ReplayWidget:
     per second; `seconds` sets it so that the whole run takes about that long. It opens at the most informative step.
     With `autoplay` it plays from the first step as soon as it is in view, unless the reader's system asks for reduced
     motion. Raises `ConfigError` without a view, for views of different traces, for a speed that is not above 0 and at
-    most 30, or if no step has finished.
+    most 30, for `seconds` that are not 1 to 600, or if no step has finished.
     """
 
     def __init__(self, *views: View, speed: float = 2.0, seconds: float | None = None, autoplay: bool = False) -> None:
-        _check(views, speed)
+        _check(views, speed, seconds)
         every = views[0].steps_to_replay()
         if not every:
             raise ConfigError("there is nothing to replay: no step of the trace has finished; record it first")
@@ -85,13 +85,20 @@ class ReplayWidget:
         return {"text/plain": repr(self), "text/html": html, "image/svg+xml": stack(still)}
 
 
-def _check(views: tuple[View, ...], speed: float) -> None:
+def _check(views: tuple[View, ...], speed: float, seconds: float | None) -> None:
     traces = {id(view.trace) for view in views}
     if len(traces) != 1:
         problem = f"got views of {len(traces)} traces" if traces else "got no view"
         raise ConfigError(f"ReplayWidget() replays one trace, {problem}; give it a view such as CachePagesView(trace)")
     if not 0 < speed <= 30:
         raise ConfigError(f"speed={speed} frames per second; it must be above 0 and at most 30")
+    check_seconds(seconds)
+
+
+def check_seconds(seconds: float | None) -> None:
+    """Raise `ConfigError` unless a replay may take this long; None: no length is asked for."""
+    if seconds is not None and not 1 <= seconds <= 600:
+        raise ConfigError(f"seconds = {seconds} for the replay; it must be 1 to 600, or None")
 
 
 def _frame(views: list[View], step: int) -> str:

@@ -32,8 +32,8 @@ TABLE = 424
 
 
 def rows_to_show(state: CacheState, most: int = MAX_ROWS) -> tuple[list[RequestState], int]:
-    """At most `most` requests in their order, and the number of the others. Requests that finished first are left out
-    first."""
+    """At most `most` requests in their order, and the number of the others. Of the finished ones, those that were added
+    first are left out first."""
     requests = list(state.requests.values())
     surplus = len(requests) - most
     if surplus <= 0:

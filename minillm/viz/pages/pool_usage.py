@@ -1,13 +1,14 @@
-"""The usage of the block pool, now and at the end of each step so far."""
+"""The usage of the block pool, now and at the end of each step so far. The legend of the pages explains the fills."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from minillm.trace.cache_state import CacheState, PoolSnapshot
-from minillm.viz.draw.colours import BLUE, DISCARDED, FAINT, HAIRLINE, INK, PAPER
-from minillm.viz.draw.svg import RIGHT, SANS_EM, element, fit_words, hatched, heading, label, number, rectangle
+from minillm.viz.draw.colours import HAIRLINE, INK
+from minillm.viz.draw.svg import RIGHT, SANS_EM, element, fit_words, heading, label, number, rectangle
 from minillm.viz.pages.cache_words import blocks_share, savings, unit, waste_share
+from minillm.viz.pages.page_legend import SWATCHES
 
 SIDE = 660
 """Left edge of the column."""
@@ -19,13 +20,11 @@ def draw_usage(state: CacheState, left: float = SIDE, right: float = RIGHT, top:
     per_slot = width / max(state.num_blocks * state.block_size, 1)
     used, waste = state.used_slots * per_slot, state.waste_slots * per_slot
     cached = state.cached_blocks * state.block_size * per_slot
-    bar = rectangle(left, top, width, 12, 3, {"fill": FAINT, "stroke": HAIRLINE})
+    bar = _bar("free", left, width, top)
     if cached:
-        look = {"fill": hatched("cached"), "stroke": DISCARDED, "data-testid": "usage-cached"}
-        bar += rectangle(left + used, top, cached, 12, 3, look)
+        bar += _bar("cached", left + used, cached, top)
     if used:
-        bar += rectangle(left, top, used, 12, 3, {"fill": PAPER, "stroke": INK})
-        bar += rectangle(left, top, used - waste, 12, 3, {"fill": INK})
+        bar += _bar("empty", left, used, top) + _bar("written", left, used - waste, top)
     blocks, wasted = blocks_share(state), waste_share(state)
     if (len(blocks) + len(wasted) + 2) * SANS_EM * 11.5 > width:
         wasted = wasted.replace(" slots", "").replace(" slot", "")
@@ -35,7 +34,7 @@ def draw_usage(state: CacheState, left: float = SIDE, right: float = RIGHT, top:
 
 
 def draw_history(state: CacheState, top: float, bottom: float, left: float = SIDE, right: float = RIGHT) -> str:
-    """Blocks at the end of each step so far: filled slots in blue, waste in light blue, cached blocks hatched."""
+    """Blocks at the end of each step so far: filled slots, waste, and cached blocks."""
     history = [PoolSnapshot(0, 0, 0), *_thinned(state.history)]
     peak = state.totals.peak_blocks
     head = heading(left, top - 14, f"used {unit(state)}s, step by step")
@@ -48,19 +47,29 @@ def draw_history(state: CacheState, top: float, bottom: float, left: float = SID
     used = [(left + i * across, bottom - f.used_blocks * up) for i, f in enumerate(history)]
     filled = [(x, y + f.waste_slots / state.block_size * up) for (x, y), f in zip(used, history, strict=True)]
     cached = [(x, y - f.cached_blocks * up) for (x, y), f in zip(used, history, strict=True)]
-    cached_area = {"d": _between(cached, used), "fill": hatched("cached"), "stroke": DISCARDED, "stroke-width": 0.7}
     now_x, now_y = used[-1]
     return "".join(
         [
             head,
             label(right, top - 14, f"peak {peak} of {state.num_blocks}", size=11.5, anchor="end"),
-            element("path", cached_area) if any(f.cached_blocks for f in history) else "",
-            element("path", {"d": _area(used, bottom), "fill": BLUE, "fill-opacity": 0.18}),
-            element("path", {"d": _area(filled, bottom), "fill": BLUE, "fill-opacity": 0.55}),
+            _shape("cached", _between(cached, used)) if any(f.cached_blocks for f in history) else "",
+            _shape("empty", _area(used, bottom)),
+            _shape("written", _area(filled, bottom)),
             base,
             element("circle", {"cx": now_x, "cy": now_y, "r": 3.5, "fill": INK}),
         ]
     )
+
+
+def _bar(kind: str, left: float, width: float, top: float) -> str:
+    """The part of the usage bar for slots of this kind."""
+    return rectangle(left, top, width, 12, 3, {**SWATCHES[kind][1], "data-testid": f"usage-{kind}"})
+
+
+def _shape(kind: str, way: str) -> str:
+    """The area of the history for slots of this kind."""
+    look = SWATCHES[kind][1]
+    return element("path", {"d": way, **look, "stroke-width": 0.7, "data-testid": f"history-{kind}"})
 
 
 def _thinned(history: Sequence[PoolSnapshot], most: int = 148) -> list[PoolSnapshot]:

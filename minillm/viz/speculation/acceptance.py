@@ -216,7 +216,7 @@ def _legend(top: float) -> str:
     entries = (
         ("accepted", "accepted"),
         ("rejected", "rejected"),
-        ("discarded", "not judged"),
+        ("discarded", "not used"),
         ("recovered", "recovered: the target’s own choice"),
         ("bonus", "bonus: all drafts were right"),
     )

@@ -41,7 +41,7 @@ class BudgetAcceptance(Picture):
     """Lines of acceptance over the budget, which is a part of the `context`, both in tokens.
 
     `reference`: the acceptance of another drafter, drawn across. Raises `ConfigError` for columns of different lengths,
-    an acceptance outside 0 … 1, or a budget outside 1 … `context`.
+    an acceptance outside 0 … 1, a budget outside 1 … `context`, or budgets that are not ascending.
     """
 
     lines: Sequence[BudgetLine]
@@ -63,8 +63,12 @@ class BudgetAcceptance(Picture):
                 )
             if not all(1 <= budget <= self.context for budget in line.budgets):
                 raise ConfigError(f"line {line.name!r}: budgets {list(line.budgets)} must be from 1 to {self.context}")
+            if list(line.budgets) != sorted(set(line.budgets)):
+                raise ConfigError(f"line {line.name!r}: budgets {list(line.budgets)} must be ascending")
             if not all(0 <= share <= 1 for share in (*line.acceptance, *line.low, *line.high)):
                 raise ConfigError(f"line {line.name!r}: an acceptance must be from 0 to 1")
+        if self.reference and not 0 <= self.reference[1] <= 1:
+            raise ConfigError(f"reference {self.reference[0]!r}: acceptance {self.reference[1]} must be from 0 to 1")
 
     @property
     def budgets(self) -> list[int]:

@@ -29,7 +29,7 @@ LEGEND_TOP = BARS_TOP + BAR + 44
 TEXT_TOP = LEGEND_TOP + 66
 MAX_LINES = 4
 LEGEND = (
-    (("accepted", "accepted"), ("rejected", "rejected"), ("discarded", "not judged")),
+    (("accepted", "accepted"), ("rejected", "rejected"), ("discarded", "not used")),
     (("recovered", "recovered: the target’s choice"), ("bonus", "bonus: all were right")),
 )
 

@@ -44,8 +44,8 @@ class Program:
 class AttentionTiles(Picture):
     """The tiles of one decode step: requests of `seq_lens` tokens, located through `block_tables`.
 
-    The keys of a request are split into `parts`; all but the last have the same whole number of blocks. Raises
-    `ConfigError` for a block table that is too short for its request, and for counts below 1.
+    The blocks of a request are split into `parts`: each has ⌈blocks / parts⌉ of them until none is left. Raises
+    `ConfigError` for a block table that is missing or too short for its request, and for counts below 1.
     """
 
     seq_lens: Sequence[int]
@@ -55,8 +55,12 @@ class AttentionTiles(Picture):
     parts: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.block_size, self.num_kv_heads, self.parts, *self.seq_lens) < 1:
-            raise ConfigError("lengths, block size, KV heads and parts must all be at least 1")
+        if min(self.block_size, self.num_kv_heads, self.parts, len(self.seq_lens), *self.seq_lens) < 1:
+            raise ConfigError("lengths, block size, KV heads, parts and requests must all be at least 1")
+        if len(self.block_tables) != len(self.seq_lens):
+            raise ConfigError(
+                f"{len(self.block_tables)} block tables for {len(self.seq_lens)} requests; give each request one"
+            )
         for request, table in enumerate(self.block_tables):
             if len(table) < self.num_blocks(request):
                 raise ConfigError(

@@ -93,7 +93,8 @@ class ErrorMap(Picture):
         drawn = [self._draw(panel, MARGIN + i * (width + GAP), width, largest) for i, panel in enumerate(panels)]
         bottom = TOP + max(height for _, height in drawn)
         each = {panel.per_cell for panel in panels}
-        coarse = f"a cell shows the largest of {max(r * c for r, c in each)} neighbours" if each != {(1, 1)} else ""
+        most = f"{'up to ' if len(each) > 1 else ''}{max(r * c for r, c in each)}"
+        coarse = f"a cell shows the largest of {most} neighbours" if each != {(1, 1)} else ""
         return card(
             "error-map",
             bottom + 76,

@@ -92,12 +92,12 @@ def watch(
     console = console or Console()
     if not console.is_terminal or console.is_dumb_terminal:
         return _run_with_lines(traces, run, console)
-    screen, running, next_frame = DemoScreen(traces), True, 0.0
+    screen, next_frame = DemoScreen(traces), 0.0
     with Live(screen, console=console, auto_refresh=False, vertical_overflow="crop") as live:
 
         def on_event(event: Event) -> None:
             nonlocal next_frame
-            if not running or not isinstance(event, StepFinished):
+            if not isinstance(event, StepFinished):
                 return
             if clock() >= next_frame:
                 live.refresh()
@@ -110,17 +110,17 @@ def watch(
         try:
             return run()
         finally:
-            running = False  # leaving `Live` draws once more, so the last state is always shown
+            for trace in traces.values():
+                trace.unwatch(on_event)
+            # Leaving `Live` draws once more, so the last state is always shown.
 
 
 def _run_with_lines(traces: Mapping[str, Trace], run: Callable[[], Result], console: Console) -> Result:
-    running = True
-
     def line_for(name: str) -> Callable[[Event], None]:
         replay = Replay(traces[name], CacheState)
 
         def on_event(event: Event) -> None:
-            if running and isinstance(event, RequestFinished):
+            if isinstance(event, RequestFinished):
                 state = replay.at()
                 who = owner_letter(state.requests[event.request_id].index)
                 done = f"{plural(event.num_output_tokens, 'token')} by step {state.step}"
@@ -128,12 +128,14 @@ def _run_with_lines(traces: Mapping[str, Trace], run: Callable[[], Result], cons
 
         return on_event
 
+    handlers = {name: line_for(name) for name in traces}
     for name, trace in traces.items():
-        trace.watch(line_for(name))
+        trace.watch(handlers[name])
     try:
         return run()
     finally:
-        running = False
+        for name, trace in traces.items():
+            trace.unwatch(handlers[name])
 
 
 def final_table(runs: Mapping[str, RunMetrics]) -> Table:

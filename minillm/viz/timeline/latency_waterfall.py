@@ -65,6 +65,10 @@ LETTERS = {
 """The second cue besides colour, inside each part that is wide enough, and in the legend."""
 TOP, LINE, BAR = 108, 58, 24
 LEFT, END = 210, RIGHT - 96
+NOTE = 110
+"""Width of the comparison at the right end of a row."""
+SAVED = {"fill": "none", "stroke": MUTED, "stroke-dasharray": "3 3"}
+LOST = {"fill": hatched("lost"), "stroke": VERMILLION}
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,13 @@ class LatencyWaterfall(Chart):
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": part,
+                "name": f"{LETTERS[part]}: {part}",
                 "y": [row.name for row in rows],
                 "x": [1000 * row.seconds.get(part, 0.0) for row in rows],
+                "text": [LETTERS[part]] * len(rows),
+                "textposition": "inside",
+                "textangle": 0,
+                "insidetextanchor": "middle",
                 "marker": {"color": colour, "pattern": {"shape": "/" if part == "python" else ""}},
                 "hovertemplate": "%{y}<br>" + part + " %{x:.1f} ms<extra></extra>",
             }
@@ -145,6 +153,7 @@ class LatencyWaterfall(Chart):
         layout = {
             "title": {"text": self.title},
             "barmode": "stack",
+            "uniformtext": {"mode": "hide", "minsize": 9},
             "xaxis": {"title": {"text": "milliseconds"}, "gridcolor": HAIRLINE, "range": [0, 1120 * longest]},
             "yaxis": {"automargin": True, "ticksuffix": "  "},
             "shapes": [
@@ -159,13 +168,13 @@ class LatencyWaterfall(Chart):
                 }
             ],
             "annotations": [self._limit_label(at), *map(_total_label, rows)],
-            # At the bottom of the whole figure: the axis title is directly below the plot.
+            # At the bottom of the whole figure, in up to two lines: the axis title is directly below the plot.
             "legend": {"orientation": "h", "traceorder": "normal", "yref": "container", "y": 0.01, "yanchor": "bottom"},
             "font": {"family": SANS, "color": INK},
             "paper_bgcolor": PAPER,
             "plot_bgcolor": PAPER,
-            "height": 220 + 44 * len(rows),
-            "margin": {"t": 84, "r": 20, "b": 96},
+            "height": 240 + 44 * len(rows),
+            "margin": {"t": 84, "r": 20, "b": 116},
         }
         return {"data": traces, "layout": layout}
 
@@ -221,6 +230,12 @@ class LatencyWaterfall(Chart):
             parts.append(label(x + 11, 61.5, LETTERS[part], size=11, weight=600, fill=ink, anchor="middle"))
             parts.append(label(x + 28, 62, part, size=12.5, fill=INK))
             x += 28 + 7.2 * len(part) + 22
+        saved = [before.total - row.total for row in self.rows if (before := self._before(row))]
+        if any(seconds >= 0 for seconds in saved):
+            parts += [rectangle(x, 50, 22, 15, 2, SAVED), label(x + 28, 62, "time saved", size=12.5, fill=INK)]
+            x += 28 + 7.2 * len("time saved") + 22
+        if any(seconds < 0 for seconds in saved):
+            parts += [rectangle(x, 55, 22, 5, 0, LOST), label(x + 28, 62, "time lost", size=12.5, fill=INK)]
         return parts
 
     def _row(self, row: Latency, top: float, scale: float) -> str:
@@ -242,7 +257,8 @@ class LatencyWaterfall(Chart):
             parts.append(_difference(x, LEFT + before.total * scale, top))
             ratio = before.total / row.total if row.total else 0.0
             parts.append(label(RIGHT, top + 32, f"{ratio:.2f}× as fast", size=11.5, anchor="end"))
-        parts_text = fit_clauses(_clauses(row), END - LEFT, 11.5)
+            parts.append(label(RIGHT, top + 46, fit_words(f"as {before.name}", NOTE, 11.5), size=11.5, anchor="end"))
+        parts_text = fit_clauses(_clauses(row), RIGHT - NOTE - 8 - LEFT, 11.5)
         return element(
             "g",
             {
@@ -272,10 +288,10 @@ def _paint(part: str) -> dict[str, str | float | None]:
 def _difference(end: float, before: float, top: float) -> str:
     """The difference between two bars' ends: time saved (dashed outline), or lost (a hatched strip above the bar)."""
     if end <= before:
-        look = {"fill": "none", "stroke": MUTED, "stroke-dasharray": "3 3", "data-testid": "saved"}
-        return element("rect", {"x": end, "y": top + 0.5, "width": before - end, "height": BAR - 1, **look})
-    look = {"fill": hatched("lost"), "stroke": VERMILLION, "data-testid": "lost"}
-    return element("rect", {"x": before, "y": top - 6, "width": end - before, "height": 5, **look})
+        place = {"x": end, "y": top + 0.5, "width": before - end, "height": BAR - 1}
+        return element("rect", {**place, **SAVED, "data-testid": "saved"})
+    place = {"x": before, "y": top - 6, "width": end - before, "height": 5}
+    return element("rect", {**place, **LOST, "data-testid": "lost"})
 
 
 def _clauses(row: Latency) -> list[str]:

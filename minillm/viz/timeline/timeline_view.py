@@ -67,9 +67,9 @@ class TimelineComparison(View):
         self._whole, self._replay = Replay(trace, TimelineState), Replay(trace, TimelineState)
 
     def timelines(self) -> tuple[Timeline, Timeline]:
-        """The recorded and the modelled timeline of the whole trace."""
+        """The recorded and the modelled timeline of the whole trace. Raises `ConfigError` for a batch size below 1."""
         recorded = self._whole.at().timeline
-        size = self.batch_size or recorded.max_num_seqs or 1
+        size = recorded.max_num_seqs or 1 if self.batch_size is None else self.batch_size
         return recorded, static_schedule(jobs_of(recorded), size, recorded.max_num_batched_tokens or None)
 
     def to_svg(self, step: int | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,6 +29,8 @@ LONG = (
     *("prints a million lines", "a memory bomb in ten processes", "searches the whole disk for the answer"),
 )
 """Attempts that take long; the trial of 200 makes them."""
+LIKELY_CAUSES = ("factor is not defined", "calls itself endlessly")
+"""Words of a report that the table in `docs/grading.md` has no room for."""
 
 
 def process_in(mode: str) -> StudentProcess:
@@ -75,6 +78,15 @@ def test_an_attempt_gets_its_status_and_reaches_nothing(grader: Grader, places: 
     assert attempt.says in "\n".join([got.problem, got.cause, got.got, *got.notes])
     assert [grade.status for grade in submission.exercises if grade is not got] == [Status.PASSED] * 4
     assert not list(places["out"].iterdir())
+
+
+def test_the_documentation_has_the_status_and_the_words_of_every_attempt():
+    page = (ROOT / "docs" / "grading.md").read_text(encoding="utf-8")
+    rows = {name: row for name, *row in re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", page, re.MULTILINE)}
+    for attempt in ATTEMPTS:
+        status, report = rows[attempt.name]
+        assert status in attempt.statuses, attempt.name
+        assert attempt.says in LIKELY_CAUSES or attempt.says in report, attempt.name
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "namespaces"])
@@ -215,6 +227,14 @@ def test_a_function_that_is_imported_is_not_an_attempt(grader: Grader):
     got = grade_of(graded(grader, notebook), "l10.residual")
     assert got.status is Status.NOT_ATTEMPTED
     assert "imported" in got.problem
+
+
+def test_the_template_has_imported_the_drive_of_every_lesson(grader: Grader):
+    files = ROOT.glob("minillm/teaching/drives/l[0-9][0-9].py")
+    drives = sorted(f"minillm.teaching.drives.{file.stem}" for file in files)
+    body = f"return [name for name in {drives} if name not in sys.modules]"
+    notebook = with_cell(_solved(SECOND), TARGET, Attempt("drives", body).cell())
+    assert drives and grade_of(graded(grader, notebook), f"l02.{TARGET}").got == "[]"
 
 
 def test_the_template_has_imported_no_answer(grader: Grader):

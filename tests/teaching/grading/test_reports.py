@@ -21,6 +21,7 @@ from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
 from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.grading.reports import gradescope, page, summary, tables
 from minillm.teaching.grading.reports.names import file_name
+from tests.teaching import slow_tasks
 
 NASTY = "=cmd|' /C calc'!A0 <script>alert(1)</script> & \x00\x1b[31m"
 
@@ -156,6 +157,17 @@ def test_a_second_run_grades_only_what_is_new(tmp_path, capsys, monkeypatch):
     assert main(["grade", str(submissions), "--out", str(out)]) == 0
     assert started == []
     assert (out / "grades.csv").read_text() == first
+
+
+def test_after_an_interrupt_no_further_file_is_graded(tmp_path, monkeypatch):
+    marks = tmp_path / "taken"
+    monkeypatch.setenv(slow_tasks.TAKEN, str(marks))
+    monkeypatch.setattr(batch, "_prepare", slow_tasks.prepare)
+    monkeypatch.setattr(batch, "_grade_here", slow_tasks.take)
+    graded = batch._graded([(number, None, "") for number in range(30)], None, 2, "")
+    next(graded)
+    graded.close()
+    assert 1 <= len(marks.read_text()) < 20
 
 
 def test_a_file_without_measure_is_unreadable_and_never_read(tmp_path, monkeypatch):

@@ -86,3 +86,21 @@ def test_answers_of_every_copy_are_hidden(mode: str, tmp_path: Path) -> None:
     if done.stderr.startswith("impossible"):
         pytest.skip(done.stderr)
     assert done.stdout.split("\n") == ["1.0", *["nothing"] * len(answers), ""], done.stderr
+
+
+LIMITED = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import sandbox
+kinds = resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE
+for kind in kinds:
+    resource.setrlimit(kind, (100, 100))
+sandbox.limit_files_and_processes(True)
+print(*(resource.getrlimit(kind) for kind in kinds))
+"""
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+def test_a_limit_of_the_machine_that_is_lower_stays() -> None:
+    done = subprocess.run([sys.executable, "-I", "-c", LIMITED, str(GRADING)], capture_output=True, text=True)
+    assert done.stdout == "(100, 100) (100, 100)\n", done.stderr

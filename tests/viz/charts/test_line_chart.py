@@ -8,7 +8,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from minillm.errors import ConfigError
-from minillm.viz.charts.line_chart import Axis, LineChart, Series, tick_text
+from minillm.viz.charts.line_chart import COLOURS, PLOT_HEIGHT, TOP, Axis, LineChart, Series, tick_text
+from minillm.viz.draw.colours import PAPER, _luminance
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -130,3 +131,44 @@ def test_modelled_lines_differ_without_colour():
     dashes = [g[0].get("stroke-dasharray") for g in root.iter(f"{SVG}g") if g.get("data-testid") == "series"]
     assert len(set(dashes)) == 4 and dashes[0] is None
     assert [trace["line"]["dash"] for trace in several.to_plotly()["data"]] == ["solid", "dash", "dot", "dashdot"]
+
+
+def test_measured_lines_differ_without_colour_and_later_ones_are_readable_on_white():
+    import plotly.graph_objects as go
+
+    twelve = LineChart("t", Axis("x"), Axis("y"), [Series(str(n), (1, 2), (1, n)) for n in range(12)], "d")
+    lines = [g for g in ET.fromstring(twelve.to_svg()).iter(f"{SVG}g") if g.get("data-testid") == "series"]
+    assert len({(line[1].get("d"), line[1].get("fill") == PAPER) for line in lines}) == 12
+    assert len({trace.marker.symbol for trace in go.Figure(twelve.to_plotly()).data}) == 12
+    colours = [line[0].get("stroke") for line in lines]
+    assert colours[:5] == list(COLOURS)
+    assert all(1.05 / (_luminance(colour) + 0.05) >= 3 for colour in colours[5:]), "the contrast on white"
+
+
+def test_more_lines_than_marks_or_dashes_are_refused():
+    measured = [Series(str(n), (1, 2), (1, 2)) for n in range(13)]
+    with pytest.raises(ConfigError, match="13 series, but only 12 marks exist"):
+        LineChart("t", Axis("x"), Axis("y"), measured, "d")
+    modelled = [Series(str(n), (1, 2), (1, 2), style="modelled") for n in range(6)]
+    with pytest.raises(ConfigError, match="6 modelled series, but only 5 dashes exist"):
+        LineChart("t", Axis("x"), Axis("y"), modelled, "d")
+    LineChart("t", Axis("x"), Axis("y"), [*measured[:12], *modelled[:5]], "d").to_svg()
+
+
+@pytest.mark.parametrize(
+    ("log", "values", "ticks"),
+    [
+        (True, (6, 7, 8), [6, 8]),
+        (True, (4, 6), [4, 6]),
+        (True, (3,), [3]),
+        (True, (1, 8), [1, 2, 5]),
+        (False, (-0.37, 1), [-0.4, -0.2, 0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (False, (-5, -5), [-5, -4, -3, -2, -1, 0]),
+        (False, (0, 0.4), [0, 0.1, 0.2, 0.3, 0.4]),
+    ],
+)
+def test_an_axis_has_ticks_and_all_are_inside_the_plot(log: bool, values: tuple[float, ...], ticks: list[float]):
+    drawn = LineChart("t", Axis("x"), Axis("y", log), [Series("s", range(len(values)), values)], "d")
+    assert drawn.to_plotly()["layout"]["yaxis"]["tickvals"] == pytest.approx(ticks)
+    _, up = drawn._scales()
+    assert all(TOP - 1e-6 < up.place(tick) < TOP + PLOT_HEIGHT + 1e-6 for tick in up.ticks)

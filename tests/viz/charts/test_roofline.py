@@ -204,8 +204,8 @@ def test_what_has_no_place_on_a_logarithmic_axis_is_refused(value: float):
 def test_unknown_sources_and_more_groups_than_marks_are_refused():
     with pytest.raises(ConfigError, match="source 'guessed' must be one of measured, modelled, quoted"):
         Point("p", 1.0, 1.0, "guessed")
-    with pytest.raises(ConfigError, match="6 groups of points, but only 5 marks"):
-        Roofline("t", ROOF, [Point(str(n), 1.0, 1e9) for n in range(6)])
+    with pytest.raises(ConfigError, match="7 groups of points, but only 6 marks"):
+        Roofline("t", ROOF, [Point(str(n), 1.0, 1e9) for n in range(7)])
 
 
 def test_the_rate_of_the_roof_is_not_written_over_a_point():

@@ -133,6 +133,14 @@ def test_only_the_last_frame_carries_a_still_picture_of_all_views():
     assert len(found(still, "page")) == 24
 
 
+def test_views_of_two_traces_end_with_the_last_pictures_of_both():
+    one, two, clock, display = Trace(), Trace(), FakeClock(), FakeDisplay()
+    with LiveView(CachePagesView(one), CachePagesView(two), show=display, clock=clock, sleep=clock.sleep):
+        play(one, story(), clock, 0.0)
+        play(two, story(), clock, 0.0)
+    assert told_by(display.frames[-1]["image/svg+xml"]) == ["9", "9"]
+
+
 def test_nothing_is_drawn_after_the_block():
     trace, clock, display = Trace(), FakeClock(), FakeDisplay()
     with live(trace, clock, display):

@@ -121,6 +121,18 @@ def test_impossible_speed_is_refused(speed):
         ReplayWidget(CachePagesView(story()), speed=speed)
 
 
+@pytest.mark.parametrize("seconds", [0, -1, 601, float("nan")])
+def test_impossible_length_is_refused(seconds):
+    with pytest.raises(ConfigError, match=f"seconds = {seconds} for the replay"):
+        ReplayWidget(CachePagesView(story()), seconds=seconds)
+
+
+def test_speeds_are_in_frames_because_steps_may_be_left_out(monkeypatch):
+    monkeypatch.setattr(replay_widget, "MAX_FRAMES", 5)
+    html = ReplayWidget(CachePagesView(sharing()))._repr_mimebundle_()["text/html"]
+    assert "frames/s`" in html and "steps/s" not in html
+
+
 def test_nothing_to_replay_is_refused():
     with pytest.raises(ConfigError, match="got no view"):
         ReplayWidget()

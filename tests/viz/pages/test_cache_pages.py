@@ -18,6 +18,7 @@ from minillm.trace.step_metrics import step_metrics, summarise
 from minillm.viz import CachePagesView, CacheState
 from minillm.viz.pages.cache_words import describe
 from minillm.viz.pages.page_geometry import geometry
+from minillm.viz.pages.page_legend import SWATCHES
 from minillm.viz.pages.page_marks import PageMarks
 from tests.conftest import TinyPair
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
@@ -230,6 +231,15 @@ def test_sharing_caching_and_copying_are_drawn_as_the_state_has_them(step):
     assert bands.get("evicted", 0) == sum(page.evicted for page in pages)
     assert bands.get("findable", 0) == sum(page.in_prefix_cache for page in pages if page.state != "cached")
     assert bool(found(svg, "usage-cached")) == any(page.state == "cached" for page in pages)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("part", ["usage", "history"])
+def test_the_usage_of_the_pool_has_the_fills_that_the_legend_explains(part, narrow):
+    svg = CachePagesView(story(), narrow=narrow).to_svg(6)
+    for kind in ("written", "empty"):
+        [shape] = found(svg, f"{part}-{kind}")
+        assert shape.get("fill") == SWATCHES[kind][1]["fill"] and shape.get("fill-opacity") is None
 
 
 def counted(svg, testid):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.errors import TraceError
-from minillm.trace import Trace
+from minillm.trace import DraftProposed, StepStarted, TokensCommitted, Trace
 from minillm.trace.replay import Replay
 from minillm.viz import AcceptanceState, AcceptanceStrip
 from minillm.viz.draw.svg import MONO_EM
@@ -43,6 +43,18 @@ def test_boxes_are_the_verdicts_and_the_added_tokens():
     expected.update(judged.added_origin for judged in request.rounds)
     assert Counter(states(svg, "token")) == expected
     assert expected["accepted"] == request.num_accepted
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_accepted_drafts_after_the_end_of_the_text_are_not_said_to_have_no_verdict(narrow):
+    s = Script()
+    s.add("a", "a", 4)
+    s.step(prefill("a", 4))
+    committed = TokensCommitted("a", [1, 2], ["w", "x"], ["accepted", "accepted"], 4, 4, 6)
+    drafts = DraftProposed("a", [1, 2, 3, 4], list("wxyz"))
+    svg = AcceptanceStrip(Trace([*s.trace, StepStarted(2, 1, 0), drafts, committed]), narrow=narrow).to_svg()
+    assert states(svg, "token") == ["accepted", "accepted", "discarded", "discarded"]
+    assert "not judged" not in text_of(parse(svg)) and "not used" in text_of(parse(svg))
 
 
 def test_bars_are_the_counts_by_position():

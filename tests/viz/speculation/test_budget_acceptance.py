@@ -82,6 +82,7 @@ def test_budgets_of_lines_may_differ() -> None:
         ([BudgetLine("a", [16], [0.5], [0.1, 0.2])], r"lengths \[1, 2\]"),
         ([BudgetLine("a", [2048], [0.5])], "from 1 to 1024"),
         ([BudgetLine("a", [0], [0.5])], "from 1 to 1024"),
+        ([BudgetLine("a", [32, 16], [0.5, 0.6])], r"budgets \[32, 16\] must be ascending"),
         ([BudgetLine("a", [16], [1.2])], "from 0 to 1"),
         ([BudgetLine("a", [16], [0.5], [-0.1], [0.6])], "from 0 to 1"),
     ],
@@ -89,3 +90,9 @@ def test_budgets_of_lines_may_differ() -> None:
 def test_what_cannot_be_drawn_is_refused(lines: list[BudgetLine], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         BudgetAcceptance(lines, 1024)
+
+
+@pytest.mark.parametrize("share", [85, -0.1, float("nan")])
+def test_a_reference_that_is_no_acceptance_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match=f"reference 'draft model': acceptance {share} must be from 0 to 1"):
+        BudgetAcceptance([SINKS], 1024, ("draft model", share))

@@ -59,8 +59,12 @@ def test_words_tell_programs_tiles_and_tables():
     assert repr(AttentionTiles(**TWO)) == "<AttentionTiles>"
 
 
-def test_a_table_that_is_too_short_is_refused():
+def test_a_table_that_is_missing_or_too_short_is_refused():
     with pytest.raises(ConfigError, match="request B has 16 tokens, which need 4 blocks of 4; its table has 1"):
         AttentionTiles([4, 16], [[0], [1]], 4)
-    with pytest.raises(ConfigError, match="at least 1"):
-        AttentionTiles([0], [[]], 4)
+    for seq_lens, tables in (([0], [[]]), ([], [])):
+        with pytest.raises(ConfigError, match="at least 1"):
+            AttentionTiles(seq_lens, tables, 4)
+    for tables in ([[7, 2]], [[7, 2], [3, 0, 5, 1], [4]]):
+        with pytest.raises(ConfigError, match=f"{len(tables)} block tables for 2 requests"):
+            AttentionTiles([6, 16], tables, 4)

@@ -90,6 +90,13 @@ def test_outlier_survives_however_large_the_tensor_is():
     assert f"a cell shows the largest of {panel.per_cell[0] * panel.per_cell[1]} neighbours" in svg
 
 
+def test_panels_of_different_coarseness_say_so():
+    maps = ErrorMap({"large": [[1.0] * 2000], "small": [[1.0]]})
+    large, small = maps.panels
+    assert small.per_cell == (1, 1) and large.per_cell[1] > 1
+    assert f"a cell shows the largest of up to {large.per_cell[1]} neighbours" in maps.to_svg()
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(1, 1), (60, 60), (3, 2000), (2000, 3), (300, 400)])
 def test_pictures_stay_small(count, shape):

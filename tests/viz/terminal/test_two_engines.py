@@ -224,6 +224,21 @@ def test_terminal_pauses_after_each_step_and_stops_watching_at_the_end():
     assert slept == [0.5] * 9
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_trace_forgets_its_watcher_even_if_the_run_fails(is_terminal):
+    trace, console = Trace(), Console(file=io.StringIO(), width=80, force_terminal=is_terminal)
+
+    def run():
+        for event in story():
+            trace.append(event)
+        assert len(trace._watchers) == 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watch({"x": trace}, run, console=console)
+    assert not trace._watchers
+
+
 def test_figures_of_a_run_agree_with_the_pictures():
     figures = RunMetrics.of(story())
     assert (figures.output_tokens, figures.peak_blocks, figures.num_blocks, figures.preemptions) == (33, 10, 24, 1)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from minillm.errors import ConfigError
-from minillm.viz.timeline.latency_waterfall import COLOURS, Latency, LatencyWaterfall
+from minillm.viz.timeline.latency_waterfall import COLOURS, LETTERS, Latency, LatencyWaterfall
 from tests.viz.pictures import description, found, parse, text_of
 
 PLAIN = Latency("plain", {"tokenise": 0.001, "prefill": 0.060, "target": 0.120, "python": 0.010, "detokenise": 0.0005})
@@ -66,6 +66,20 @@ def test_small_parts_are_summed_up_in_words_and_the_sum_is_the_whole() -> None:
     [row] = [g for g in found(PICTURE.to_svg(), "latency") if g.get("data-system") == "plain"]
     assert "rest 1.5 ms" in text_of(row)
     assert PLAIN.total == pytest.approx(0.1915)
+
+
+def test_the_picture_explains_what_was_saved_what_was_lost_and_what_a_row_is_compared_with() -> None:
+    for rows, signs in (([PLAIN], []), ([PLAIN, FAST], ["time saved"]), (PICTURE.rows, ["time saved", "time lost"])):
+        texts = [text_of(e) for e in parse(LatencyWaterfall("t", rows).to_svg()).iter() if e.tag.endswith("text")]
+        assert [text for text in texts if text.startswith("time ")] == signs
+        assert [text for text in texts if text.startswith("as ")] == [f"as {row.before}" for row in rows if row.before]
+
+
+def test_parts_of_the_plotly_figure_differ_without_colour() -> None:
+    traces = PICTURE.to_plotly()["data"]
+    letters = [LETTERS[part] for part in COLOURS if any(part in row.seconds for row in PICTURE.rows)]
+    assert [trace["text"] for trace in traces] == [[letter] * 3 for letter in letters]
+    assert [trace["name"].partition(":")[0] for trace in traces] == letters
 
 
 def test_another_limit_moves_the_verdict() -> None:

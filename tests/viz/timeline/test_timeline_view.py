@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from minillm.errors import TraceError
+from minillm.errors import ConfigError, TraceError
 from minillm.trace import RequestFinished, StepFinished, StepRan, Trace
 from minillm.trace.timeline_state import Cell, Row, Timeline, TimelineState
 from minillm.viz.timeline import timeline_view
@@ -214,6 +214,12 @@ def test_comparison_models_each_picture_once(monkeypatch):
     monkeypatch.setattr(timeline_view, "static_schedule", lambda *given: calls.append(given) or model(*given))
     TimelineComparison(story()).to_svg(3)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_comparison_with_an_impossible_batch_is_refused(batch_size):
+    with pytest.raises(ConfigError, match=f"batch_size={batch_size} must be at least 1"):
+        TimelineComparison(story(), batch_size).to_svg()
 
 
 def test_comparison_of_nothing_is_empty_and_not_an_error():
