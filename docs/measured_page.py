@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ablations_page import ablations
@@ -47,6 +48,29 @@ def claims() -> str:
     return f"Claimed, over its baseline without any of them: {speeds}."
 
 
+ALL_AT_ONCE = ", 32 seats"
+
+
+def at_a_time(file: str) -> str:
+    """How many of the 32 requests run at a time."""
+    result = load(file)
+    names = {row["system"] for row in result["rows"]}
+    text = f"At most {result['config']['max_num_seqs']} requests run at a time"
+    text += ", with `32 seats` 32." if any(name.endswith(ALL_AT_ONCE) for name in names) else "."
+    return text + " vLLM with all 32 at a time was not measured." * (f"vLLM CPU{ALL_AT_ONCE}" not in names)
+
+
+def prefill_peers(file: str) -> str:
+    """What is not as it should be with the systems that prefill is compared with."""
+    rows, notes = load(file)["rows"], []
+    baselines = {row["baseline"] for row in rows if row["system"] == "minillm bf16"}
+    if not any(name.endswith("bf16") for name in baselines):
+        notes.append("`minillm bf16` is compared with fp32: the others were not measured in bf16.")
+    if not any("tried_ms_per_prompt" in row["config"] for row in rows):
+        notes.append("llama.cpp's setting is the one that was faster in a single run with the shortest prompt.")
+    return " ".join(notes)
+
+
 PRECISIONS = ("fp32", "int8", "w8a8")
 RUNGS = ("INT8 KV", "speculation", "paged batching", "all")
 
@@ -79,9 +103,9 @@ SECTIONS = (
     Section(
         "batch",
         "32 requests at once",
-        "Outputs of 8 to 256 tokens with a heavy tail, greedy, float32, prefill included. At most 8 requests run at a "
-        "time, with `32 seats` 32. transformers' padded batches use its growing cache; its preallocated one was not "
-        "tried.",
+        "Outputs of 8 to 256 tokens with a heavy tail, greedy, float32, prefill included. transformers' padded batches "
+        "use its growing cache; its preallocated one was not tried.",
+        derived=partial(at_a_time, "batch"),
     ),
     Section(
         "serve",
@@ -89,7 +113,9 @@ SECTIONS = (
         "64 requests of up to 192 prompt tokens and 128 new ones, greedy, float32, without prefix caching. Server and "
         "client share one core; vLLM's server answers the same client.",
     ),
-    Section("prefill", "Prefill", "Prompt tokens until the first new token.", *PROMPT),
+    Section(
+        "prefill", "Prefill", "Prompt tokens until the first new token.", *PROMPT, partial(prefill_peers, "prefill")
+    ),
     Section(
         "latency",
         "A completion in an editor",
@@ -112,6 +138,7 @@ SECTIONS = (
         "batch_0.4b",
         "32 requests at 0.4 billion parameters",
         "vLLM computes in bf16, as `minillm continuous bf16` does.",
+        derived=partial(at_a_time, "batch_0.4b"),
     ),
     Section(
         "decode_0.4b_xeon",
@@ -124,11 +151,13 @@ SECTIONS = (
         "In bf16 minillm multiplies once, as transformers does; in fp32 it takes three products of bf16 "
         "(`minillm/ops/cpu/amx_products.py`).",
         *PROMPT,
+        partial(prefill_peers, "prefill_0.4b_xeon"),
     ),
     Section(
         "batch_0.4b_xeon",
         "32 requests at 0.4 billion parameters, with AMX",
         "vLLM computes in bf16, as `minillm continuous bf16` does.",
+        derived=partial(at_a_time, "batch_0.4b_xeon"),
     ),
     Section(
         "ladder",
@@ -156,13 +185,15 @@ def section(part: Section) -> str:
 
 
 def _how(file: str, result: Result) -> str:
-    """Rounds, if there are any, machine, versions and weights of a result."""
+    """Rounds, if there are any, machine, versions, revision and weights of a result."""
     hardware, versions, config = result["hardware"]["cpu"], result["versions"], result["config"]
     threads = f"{config['threads']} thread{'s' * (config['threads'] != 1)} on " if "threads" in config else ""
     used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     weights = "" if is_of_bundled_weights(file) else f" Measured {EARLIER}."
     machine = f"{threads}{hardware['name']} ({', '.join(hardware['simd'])})"
-    return f"{_rounds(result)}{machine}. {used}.{weights} Results: `benchmarks/{file}.json`."
+    changed = " with changes that were not committed" * bool(result.get("dirty"))
+    revision = f"Revision {result['revision']}{changed}."
+    return f"{_rounds(result)}{machine}. {used}. {revision}{weights} Results: `benchmarks/{file}.json`."
 
 
 def _rounds(result: Result) -> str:

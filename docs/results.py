@@ -19,8 +19,11 @@ EARLIER = "with an earlier version of the model's weights"
 
 @cache
 def load(file: str) -> Result:
-    """A committed result of `minillm bench`."""
-    return json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
+    """A committed result of `minillm bench`. Raises `ValueError` if its run has not ended."""
+    result: Result = json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
+    if missing := result.get("config", {}).get("unfinished"):
+        raise ValueError(f"the run that wrote {file}.json was ended before {', '.join(missing)}; measure again")
+    return result
 
 
 def is_of_bundled_weights(file: str, result: Result | None = None) -> bool:

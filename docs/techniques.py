@@ -222,10 +222,10 @@ ROWS = (
         "3.16× (762M ← 40M ← n-gram)",
         '`"method": "staged"`; `minillm bench speculation`',
         lambda: speed_up("staged"),
-        "No faster than the draft model alone: the same tokens per forward, and drafting them takes a little longer.",
+        "No faster than the draft model alone: the same tokens per forward, and drafting them takes longer.",
         lambda: (
             abs(mean("staged", "tau") - mean("draft_model", "tau")) < 0.01
-            and 1.05 < _drafting_time("staged") < 1.5
+            and _drafting_time("staged") > 1.05
             and mean_speed_up("staged") < 1.05 * mean_speed_up("draft_model")
         ),
     ),

@@ -80,6 +80,63 @@ def test_eight_requests_at_a_time_are_not_compared_with_thirty_two(figures: Modu
     assert len(lines) == 1 and "vLLM" not in lines[0]
 
 
+def test_what_peers_did_not_run_is_said_until_it_is_measured(
+    figures: ModuleType, results: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("measured_page")
+    line = {"baseline": None, "config": {}}
+    rows = [line | {"system": name} for name in ("vLLM CPU", "minillm bf16")]
+    rows[1]["baseline"] = "transformers fp32"
+    measured = {"config": {"max_num_seqs": 8}, "rows": rows}
+    monkeypatch.setattr(page, "load", lambda file: measured)
+    assert page.at_a_time("any") == "At most 8 requests run at a time. vLLM with all 32 at a time was not measured."
+    assert "is compared with fp32" in page.prefill_peers("any") and "a single run" in page.prefill_peers("any")
+    rows += [line | {"system": "vLLM CPU, 32 seats"}]
+    rows += [line | {"system": "minillm bf16", "baseline": "llama.cpp bf16", "config": {"tried_ms_per_prompt": {}}}]
+    assert page.at_a_time("any") == "At most 8 requests run at a time, with `32 seats` 32."
+    assert page.prefill_peers("any") == ""
+
+
+def test_a_sentence_on_peers_that_were_not_measured_goes_when_they_are(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[[str], dict[str, Any]] = figures.load
+    for file, system in (("prefill", "transformers bf16"), ("batch_0.4b", "vLLM CPU, 32 seats")):
+        more = copy.deepcopy(real(file))
+        more["rows"].append({**more["rows"][0], "system": system})
+        monkeypatch.setattr(figures, "load", lambda name, file=file, more=more: more if name == file else real(name))
+        with pytest.raises(ValueError, match=r"no peer of prefill in bf16|no vLLM with all 32 requests"):
+            figures.headline_words()
+
+
+def test_results_of_uncommitted_code_are_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, real = importlib.import_module("measured_page"), figures.load
+    for dirty in (True, False):
+        said = page._how("decode", {**real("decode"), "dirty": dirty})
+        assert f"Revision {real('decode')['revision']}" in said and ("not committed" in said) is dirty
+    monkeypatch.setattr(figures, "load", lambda file: {**real(file), "dirty": file == "serve"})
+    [line] = [line for line in figures.headline_table().splitlines() if "(uncommitted code)" in line]
+    assert line.startswith("| HTTP server")
+
+
+def test_a_result_of_a_run_that_was_ended_is_refused(
+    results: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "half.json").write_text('{"config": {"unfinished": ["snapkv 25%", "kivi"]}, "rows": []}')
+    monkeypatch.setattr(results, "BENCHMARKS", tmp_path)
+    with pytest.raises(ValueError, match=r"half\.json was ended before snapkv 25%, kivi"):
+        results.load("half")
+
+
+def test_unlike_limits_of_a_processor_are_named_until_it_is_measured_again(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "load", lambda file: {"config": {}})
+    assert "without AVX-VNNI" in " ".join(figures.processors_words().split())
+    monkeypatch.setattr(figures, "load", lambda file: {"config": {"held_to": {}}})
+    assert "AVX-VNNI" not in figures.processors_words()
+
+
 def test_the_speed_of_a_drafting_method_is_the_mean_over_its_own_lines(figures: ModuleType) -> None:
     ratios = [
         row["ratio"]
@@ -106,11 +163,18 @@ def test_plain_decoding_that_was_measured_twice_tells_the_noise_and_is_no_method
     real: Callable[[str], dict[str, Any]] = results.load
     monkeypatch.setattr(page, "load", lambda file: measured if file == "speculation" else real(file))
     text = page.speculation(lambda file, result: "")
-    assert (
-        "below 0.97× of the first in 2 of 4 lines, 1 of them with their whole interval, its slowest one at 0.50×."
-        in text
-    )
+    assert "is below 0.97× in 2 of 4 lines, 1 of them with their whole interval, its slowest one at 0.50×." in text
     assert "plain, again" not in text and "9.00" not in text
+
+
+def test_what_resting_costs_is_the_mean_of_the_lines_with_few_drafts(figures: ModuleType) -> None:
+    page = importlib.import_module("speculation_page")
+    lines = [("ngram, adaptive", 0.96, 0.01), ("ngram, adaptive", 1.0, 0.029), ("heads, adaptive", 0.92, 0.0)]
+    lines += [("heads, adaptive", 5.0, 0.03), ("ngram", 0.1, 0.0)]
+    rows = [{"system": name, "ratio": ratio, "config": {"rounds_with_drafts": s}} for name, ratio, s in lines]
+    said = page._resting(rows)
+    assert said.startswith("In 3 adaptive lines less than 3% of the steps have drafts")
+    assert "these run at 0.96×; heads has the lowest mean of a method, 0.92×." in said
 
 
 def test_a_drafting_method_that_changes_tokens_is_named(

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from minillm.errors import MinillmError
+
 Run = Callable[[], list[list[int]]]
 Extra = Callable[[], dict[str, Any]]
+
+
+class PeerError(MinillmError):
+    """A peer of a benchmark failed in the middle of a run."""
 
 
 def _load(model: str) -> Any:
@@ -48,7 +54,8 @@ def padded(model: str, prompts: list[list[int]], lengths: list[int], max_num_seq
 
 
 def generate_batch(model: str, prompts: list[list[int]], lengths: list[int], max_num_seqs: int) -> tuple[Run, Extra]:
-    """transformers' continuous batching of up to `max_num_seqs` requests at a time."""
+    """transformers' continuous batching of up to `max_num_seqs` requests at a time. A run raises `PeerError` if a
+    request fails, or if the thread that generates has ended."""
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -71,7 +78,18 @@ def generate_batch(model: str, prompts: list[list[int]], lengths: list[int], max
             names = [manager.add_request(ids, max_new_tokens=length, eos_token_id=-1) for ids, length in requests]
             while len(found) < len(names):
                 answer = manager.get_result(timeout=1)
-                if answer is not None and answer.is_finished():
+                if answer is None:
+                    if not manager.is_running():
+                        raise PeerError(
+                            f"transformers' continuous batching ended after {len(found)} of {len(names)} requests; its "
+                            "error is above. Name the other systems with --systems"
+                        )
+                elif answer.error:
+                    raise PeerError(
+                        f"transformers' continuous batching failed: {answer.error}. Name the other systems with "
+                        "--systems"
+                    )
+                elif answer.is_finished():
                     found[answer.request_id] = list(answer.generated_tokens)
         return [found[name] for name in names]
 

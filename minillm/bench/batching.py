@@ -79,10 +79,12 @@ BASELINES: dict[str, tuple[str, ...]] = {
 """System → its baselines, one row each."""
 SHAPE_BASELINES: dict[str, tuple[str, ...]] = {
     VLLM: (),
+    VLLM_ALL: (VLLM,),
     CONTINUOUS: (VLLM,),
     f"{CONTINUOUS} bf16": (VLLM, CONTINUOUS),
     f"{CONTINUOUS} int8": (VLLM, CONTINUOUS),
     f"{CONTINUOUS} w8a8": (VLLM, CONTINUOUS),
+    **{CONTINUOUS + kind + ALL: (VLLM_ALL, CONTINUOUS + kind) for kind in ("", " bf16", " int8", " w8a8")},
 }
 """The same with `--shape`."""
 
@@ -104,21 +106,24 @@ def run(
         missing[CONTINUOUS_DRAFTED] = "there is no draft model for it"
     names = [name for name in chosen if name not in missing]
     place = str(shape_folder(shape)) if shape else model
+    tokenizer = "minicoder" if shape else model
+    prompts = _prompts(tokenizer)
     peers: dict[str, VllmPeer] = {}
     try:
         systems_to_compare = []
         for name in names:
             if name.startswith(VLLM):
-                peers[name] = _vllm(str(interpreter), place, "bfloat16" if shape else "float32", _num_seqs(name))
+                dtype = "bfloat16" if shape else "float32"
+                peers[name] = _vllm(str(interpreter), place, prompts, dtype, _num_seqs(name))
                 made = (peers[name].run, partial(getattr, peers[name], "details"))
             else:
-                made = _system(name, place)
+                made = _system(name, place, prompts)
             bases = tuple(b for b in table[name] if b in names) or None
             systems_to_compare.append(System(name, made[0], bases, made[1]))
         rows = compare(
             systems_to_compare,
             rounds,
-            lambda name: peers[name].peak_memory if name in peers else _peak_memory(name, place),
+            lambda name: peers[name].peak_memory if name in peers else _peak_memory(name, place, tokenizer),
         )
     finally:
         for peer in peers.values():
@@ -128,7 +133,7 @@ def run(
         "draft": draft_for(model, None) if CONTINUOUS_DRAFTED in names else None,
         "requests": REQUESTS,
         "max_num_seqs": MAX_NUM_SEQS,
-        "prompt_tokens": [len(ids) for ids in _prompts()],
+        "prompt_tokens": [len(ids) for ids in prompts],
         "new_tokens": output_lengths(),
         "sampling": "greedy",
         "dtype": "bfloat16 weights; activations of vLLM and `bf16` in bfloat16" if shape else "float32",
@@ -186,12 +191,12 @@ def utilisation(
     }
 
 
-def _prompts() -> list[list[int]]:
-    """The first held-out prompts, as ids of the bundled tokenizer."""
+def _prompts(model: str) -> list[list[int]]:
+    """The first held-out prompts, as ids of the model's tokenizer."""
     from minillm.models.loading import resolve
     from minillm.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(resolve("minicoder"))
+    tokenizer = Tokenizer.from_folder(resolve(model))
     return [tokenizer.encode(prompt.prompt) for prompt in held_out_prompts(REQUESTS)]
 
 
@@ -200,15 +205,15 @@ def _num_seqs(name: str) -> int:
     return REQUESTS if name.endswith(ALL) else MAX_NUM_SEQS
 
 
-def _system(name: str, model: str) -> tuple[Run, Extra]:
+def _system(name: str, model: str, prompts: list[list[int]]) -> tuple[Run, Extra]:
     max_num_seqs = _num_seqs(name)
     if name.startswith("minillm"):
-        return _minillm(model, max_num_seqs, name.removesuffix(ALL))
+        return _minillm(model, prompts, max_num_seqs, name.removesuffix(ALL))
     make = {PADDED: padded, GENERATE_BATCH: generate_batch}
-    return make[name.removesuffix(ALL)](model, _prompts(), output_lengths(), max_num_seqs)
+    return make[name.removesuffix(ALL)](model, prompts, output_lengths(), max_num_seqs)
 
 
-def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
+def _minillm(model: str, token_ids: list[list[int]], max_num_seqs: int, name: str) -> tuple[Run, Extra]:
     from minillm import LLM, SamplingParams
 
     options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "dtype": "float32"}
@@ -227,7 +232,7 @@ def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
     elif name.split()[-1] in DTYPES:
         options["dtype"] = DTYPES[name.split()[-1]]
     llm = LLM(model, device="cpu", enable_prefix_caching=False, **options)
-    prompts = [{"prompt_token_ids": ids} for ids in _prompts()]
+    prompts = [{"prompt_token_ids": ids} for ids in token_ids]
     params = [
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         for length in output_lengths()
@@ -248,7 +253,7 @@ def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
     return run_once, extra
 
 
-def _vllm(interpreter: str, model: str, dtype: str, max_num_seqs: int) -> VllmPeer:
+def _vllm(interpreter: str, model: str, prompts: list[list[int]], dtype: str, max_num_seqs: int) -> VllmPeer:
     import torch
 
     from minillm.models.loading import resolve
@@ -258,11 +263,12 @@ def _vllm(interpreter: str, model: str, dtype: str, max_num_seqs: int) -> VllmPe
         torch.get_num_threads(),
         model=str(resolve(model)),
         dtype=dtype,
-        prompts=_prompts(),
+        prompts=prompts,
         lengths=output_lengths(),
         max_num_seqs=max_num_seqs,
     )
 
 
-def _peak_memory(name: str, model: str) -> int | None:
-    return peak_memory_of(f"from minillm.bench import batching; batching._system({name!r}, {model!r})[0]()")
+def _peak_memory(name: str, model: str, tokenizer: str) -> int | None:
+    system = f"batching._system({name!r}, {model!r}, batching._prompts({tokenizer!r}))"
+    return peak_memory_of(f"from minillm.bench import batching; {system}[0]()")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -223,8 +224,14 @@ def describe_run(name: str, config: Mapping[str, Any], libraries: Sequence[str] 
 
 
 def save(outcome: dict[str, Any], path: Path) -> None:
-    """Write a result as readable JSON."""
-    path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+    """Write a result as readable JSON. An earlier file at this path stays whole until the new one is complete, unless
+    the path is a link or a device, or its folder is not writable."""
+    text = json.dumps(outcome, indent=2) + "\n"
+    in_place = path.is_symlink() or (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK)
+    part = path if in_place else path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    if not in_place:
+        part.replace(path)
 
 
 REPORT_PEAK = "\nfrom minillm.bench.processes import own_peak_memory\nprint(own_peak_memory())"

@@ -18,7 +18,7 @@ from minillm.errors import MinillmError
 
 
 class LoadError(MinillmError):
-    """The server answered a benchmark's request with an error."""
+    """The server answered a benchmark's request with an error, or the connection to it broke."""
 
 
 @dataclass
@@ -61,7 +61,12 @@ class LoadClient:
 
         Raises `LoadError` if one is refused or fails.
         """
-        return asyncio.run(self._run(bodies))
+        try:
+            return asyncio.run(self._run(bodies))
+        except (OSError, EOFError) as problem:
+            raise LoadError(
+                f"the connection to the server at {self.host}:{self.port} broke ({problem}); see whether it still runs"
+            ) from problem
 
     async def _run(self, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
         answers: dict[int, Answer] = {}
@@ -85,8 +90,10 @@ class LoadClient:
         async for data in _parts(reader):
             for line in data.splitlines():
                 if line.startswith((b"data: {", b"{")):
-                    now = time.perf_counter()
-                    for choice in json.loads(line.removeprefix(b"data: ")).get("choices", ()):
+                    now, found = time.perf_counter(), json.loads(line.removeprefix(b"data: "))
+                    if found.get("error"):  # in the middle of a stream, whose status was 200
+                        raise LoadError(f"the server failed: {found['error']}")
+                    for choice in found.get("choices", ()):
                         answer.token_ids += choice["token_ids"]
                         answer.arrivals += [now] * len(choice["token_ids"])
         return answer
@@ -103,6 +110,6 @@ async def _parts(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     if "content-length" in headers:
         yield await reader.readexactly(int(headers["content-length"]))
         return
-    while size := int(await reader.readline(), 16):
+    while size := int(await reader.readuntil(b"\r\n"), 16):
         yield (await reader.readexactly(size + 2))[:-2]
     await reader.readexactly(2)

@@ -1,18 +1,30 @@
 """Prefill speed: prompt tokens per second until the first new token, by the length of the prompt.
 
-Held-out prompts are concatenated to each length; batch 1, nothing cached. Prefill is compute-bound and decode is
+Held-out prompts are concatenated to each length; batch 1, nothing cached. Peers have their fastest setting at each
+length, because attention takes a larger share of a longer prompt. Prefill is compute-bound and decode is
 memory-bound, so the results differ from those of `decode`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minillm.bench.completion import Completer
 from minillm.bench.harness import Counted, Row, System, compare, result
 from minillm.bench.shapes import SHAPES, shape_folder
-from minillm.bench.systems import Workload, choose, left_out, load, peak_memory, prepared, prompt_ids
+from minillm.bench.systems import (
+    Workload,
+    choose,
+    exported,
+    left_out,
+    load,
+    peak_memory,
+    prompt_ids,
+    with_best_settings,
+)
 from minillm.bench.tables import speed_table
 
 if TYPE_CHECKING:
@@ -23,10 +35,12 @@ ROUNDS = 7
 FP32, BF16 = "transformers fp32", "transformers bf16"
 BUNDLED: dict[str, tuple[str, ...]] = {
     FP32: (),
+    BF16: (FP32,),
     "llama.cpp f32": (FP32,),
+    "llama.cpp bf16": (BF16,),
     "llama.cpp Q8_0": (FP32,),
     "minillm fp32": (FP32, "llama.cpp f32"),
-    "minillm bf16": (FP32, "llama.cpp f32"),
+    "minillm bf16": (BF16, "llama.cpp bf16", FP32),
     "minillm int8": (FP32, "llama.cpp Q8_0"),
     "minillm w8a8": (FP32, "llama.cpp Q8_0"),
 }
@@ -64,14 +78,23 @@ def run(
     prompts = [joined_prompt(model, length) for length in lengths]
     workload = Workload(model, None, prompts, new_tokens=1)
     rows: list[Row] = []
-    with prepared(workload, names) as ready:
-        loaded = {name: load(name, ready) for name in names}
-        peaks = {name: peak_memory(name, ready) for name in names}
+    with exported(workload, names) as files:
+        loaded: dict[tuple[str, str | None], Completer] = {}
         for prompt in prompts:
-            systems_to_compare = [
-                _system(name, loaded[name], prompt, tuple(b for b in known[name] if b in names)) for name in names
-            ]
-            rows += compare(systems_to_compare, rounds, peaks.get if prompt is prompts[-1] else lambda name: None)
+            best = with_best_settings(replace(files, prompts=[prompt]), names)
+            ready = replace(best, prompts=prompts)  # caches have room for the longest, and serve every length
+            systems_to_compare = []
+            for name in names:
+                key = name, ready.settings.get(name)
+                if key not in loaded:
+                    loaded[key] = load(name, ready)
+                baselines = tuple(base for base in known[name] if base in names)
+                tried = ready.tried.get(name, {})
+                systems_to_compare.append(_system(name, loaded[key], prompt, baselines, tried))
+            last = prompt is prompts[-1]
+            rows += compare(
+                systems_to_compare, rounds, partial(peak_memory, workload=ready) if last else lambda name: None
+            )
     config = {
         "model": shape or model,
         "batch": 1,
@@ -100,7 +123,9 @@ def joined_prompt(model: str, length: int) -> list[int]:
     return ids[:length]
 
 
-def _system(name: str, completer: Completer, prompt: list[int], baselines: tuple[str, ...]) -> System:
+def _system(
+    name: str, completer: Completer, prompt: list[int], baselines: tuple[str, ...], tried: Mapping[str, float]
+) -> System:
     seconds = [0.0]
 
     def run_once() -> list[list[int]]:
@@ -112,6 +137,10 @@ def _system(name: str, completer: Completer, prompt: list[int], baselines: tuple
         name,
         run_once,
         baselines or None,
-        lambda: {**completer.details, "prompt_tokens": len(prompt)},
+        lambda: {
+            **completer.details,
+            **({"tried_ms_per_prompt": tried} if tried else {}),
+            "prompt_tokens": len(prompt),
+        },
         lambda: Counted(seconds[0], len(prompt)),
     )

@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 KINDS = ("fp32", "int8", "w8a8", "int4")
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+AVX512 = {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"}
+SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 HELD_TO = {
-    "haswell": "avx2",
-    "alderlake": "avx2",
-    "skylake-avx512": "avx512",
-    "x86-64": "default",
-    "ivybridge": "default",
+    "haswell": AVX2,
+    "alderlake": {**AVX2, "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"},  # the others have no such level
+    "skylake-avx512": AVX512,
+    "x86-64": SSE,
+    "ivybridge": SSE,
 }
-"""LLVM's name of a processor → the instruction set that PyTorch's own kernels may use."""
-ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "default": "SSE41"}
-MKL = {"avx2": "AVX2", "avx512": "AVX512", "default": "SSE4_2"}
+"""LLVM's name of a processor → the environment that limits PyTorch and its libraries to its instructions."""
 COMPILE_ONLY = ("apple-m1", "neoverse-n1", "neoverse-v1")
 PROMPT_TOKENS, ROUNDS = 64, 3
 PRETENDING = """
@@ -76,6 +77,7 @@ def run(
         "threads": 1,
         "rounds": rounds,
         "left_out": missing,
+        "held_to": HELD_TO,
         "loops": count_loops(),
     }
     return result("processors", config, rows)
@@ -177,9 +179,7 @@ def _measure_as(name: str, arguments: list[Any]) -> dict[str, Any]:
         **os.environ,
         "NUMBA_CPU_NAME": name,
         "NUMBA_CPU_FEATURES": "",
-        "ATEN_CPU_CAPABILITY": HELD_TO[name],
-        "ONEDNN_MAX_CPU_ISA": ONEDNN[HELD_TO[name]],
-        "MKL_ENABLE_INSTRUCTIONS": MKL[HELD_TO[name]],
+        **HELD_TO[name],
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", PRETENDING, json.dumps(arguments)]

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 import psutil
 
 from minillm.bench.processes import free_port, peak_memory_of_process
+from minillm.bench.vllm_peer import start_vllm
 from minillm.errors import ConfigError
 
 START_SECONDS = 300
@@ -63,7 +64,8 @@ class VllmServerProcess(ServerProcess):
 
     def __init__(self, interpreter: str, folder: str, model: str, threads: int, flags: Sequence[str] = ()) -> None:
         """Start it with the model in `folder` under the name `model`, and wait until it is healthy. Raises
-        `ConfigError` if it ends, or does not answer in `START_SECONDS`."""
+        `ConfigError` if the interpreter cannot be run, if the server ends, or if it does not answer in
+        `START_SECONDS`."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}/v1"
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -72,7 +74,7 @@ class VllmServerProcess(ServerProcess):
         command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
         command += ["--served-model-name", model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *flags]
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        self.process = start_vllm(command, environment, stdout=subprocess.DEVNULL)
         began = time.monotonic()
         while not _is_healthy(f"http://127.0.0.1:{port}/health"):
             if self.process.poll() is not None or time.monotonic() - began > START_SECONDS:

@@ -12,6 +12,7 @@ All other precisions are `Workload.dtype`.
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,8 +30,8 @@ from minillm.models.loading import resolve
 from minillm.training.compiling import has_compiler
 
 GGUF_TYPES = {"llama.cpp f32": "f32", "llama.cpp bf16": "bf16", "llama.cpp Q8_0": "q8_0"}
-TRIAL_TOKENS = 32
-"""Enough tokens to find the fastest setting of a peer."""
+TRIALS, TRIAL_TOKENS = 5, 32
+"""Timed completions with each setting of a peer, and their most new tokens: enough to find the fastest setting."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Workload:
     settings: dict[str, str] = field(default_factory=dict)
     """Name of a peer with several settings → the fastest setting."""
     tried: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Name of such a peer → setting → milliseconds per token in a short trial."""
+    """Name of such a peer → setting → milliseconds per token (per prompt if only one is generated), the median of short
+    trials."""
 
     @property
     def context(self) -> int:
@@ -124,7 +126,17 @@ def room_for_prompt(model: str, new_tokens: int, shortest: int) -> int:
 
 @contextmanager
 def prepared(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
-    """Add to `workload` the GGUF files of these systems, which are deleted after the block, and their best settings."""
+    """Add to `workload` what `exported` and `with_best_settings` add."""
+    with exported(workload, names) as ready:
+        yield with_best_settings(ready, names)
+
+
+@contextmanager
+def exported(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
+    """Add to `workload` the GGUF files of these systems, which are deleted after the block.
+
+    Raises `ConfigError` if llama.cpp crashes on one of them.
+    """
     from minillm.export.gguf import export_gguf
 
     with tempfile.TemporaryDirectory() as folder:
@@ -135,10 +147,15 @@ def prepared(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
         for name in names:
             if name in GGUF_TYPES and _crashes(name, workload):
                 raise ConfigError(f"{name} crashes on this processor; name the others with --systems")
-        peers = {name: _settings(name, workload) for name in names if _settings(name, workload)}
-        tried = {name: _try_settings(name, workload, settings) for name, settings in peers.items()}
-        settings = {name: min(times, key=lambda setting: times[setting]) for name, times in tried.items()}
-        yield replace(workload, tried=tried, settings=settings)
+        yield workload
+
+
+def with_best_settings(workload: Workload, names: Sequence[str]) -> Workload:
+    """Add to `workload` the fastest setting of each peer in `names` on its longest prompt."""
+    peers = {name: _settings(name, workload) for name in names if _settings(name, workload)}
+    tried = {name: _try_settings(name, workload, settings) for name, settings in peers.items()}
+    settings = {name: min(times, key=lambda setting: times[setting]) for name, times in tried.items()}
+    return replace(workload, tried=tried, settings=settings)
 
 
 def load(name: str, workload: Workload) -> Completer:
@@ -159,7 +176,13 @@ def decode_system(name: str, workload: Workload, baseline: str | tuple[str, ...]
         return [completion.token_ids for completion in last]
 
     def counted() -> Counted:
-        return Counted(sum(c.decode_s for c in last), sum(c.num_decoded for c in last))
+        num_tokens = sum(c.num_decoded for c in last)
+        if num_tokens == 0:  # a round of assisted generation may give them all
+            raise ConfigError(
+                f"{name} gave all {workload.new_tokens} new tokens of each prompt at once, so there is no decoding "
+                "to measure; raise --new-tokens"
+            )
+        return Counted(sum(c.decode_s for c in last), num_tokens)
 
     def extra() -> dict[str, object]:
         tried = {"tried_ms_per_token": workload.tried[name]} if name in workload.tried else {}
@@ -177,20 +200,21 @@ def peak_memory(name: str, workload: Workload) -> int | None:
 def _crashes(name: str, workload: Workload) -> bool:
     """Whether a signal ends a new process in which a llama.cpp system completes a prompt. In this process it would end
     the benchmark, and what was measured would be lost."""
-    call = f"_try_settings({name!r}, {workload!r}, {llama_cpp.SETTINGS!r})"
+    call = f"_try_settings({name!r}, {workload!r}, {llama_cpp.SETTINGS!r}, trials=1)"
     command = [sys.executable, "-c", f"from {__name__} import Workload, _try_settings; {call}"]
     return subprocess.run(command, capture_output=True, check=False).returncode < 0
 
 
-def _try_settings(name: str, workload: Workload, settings: Iterable[str]) -> dict[str, float]:
-    """Setting → milliseconds per token, after a warm-up, of a short completion of the first prompt."""
-    tried = {}
-    for setting in settings:
-        peer = _load_peer(name, workload, setting)
-        for _ in range(2):
-            found = peer.complete(workload.prompts[0], min(workload.new_tokens, TRIAL_TOKENS))
-        tried[setting] = 1000 * (found.decode_s / found.num_decoded if found.num_decoded else found.prefill_s)
-    return tried
+def _try_settings(name: str, workload: Workload, settings: Iterable[str], trials: int = TRIALS) -> dict[str, float]:
+    """Setting → median milliseconds per token of short completions of the longest prompt, in turn, after a warm-up."""
+    peers = {setting: _load_peer(name, workload, setting) for setting in settings}
+    prompt, new_tokens = max(workload.prompts, key=len), min(workload.new_tokens, TRIAL_TOKENS)
+    seconds: dict[str, list[float]] = {setting: [] for setting in peers}
+    for _ in range(1 + trials):
+        for setting, peer in peers.items():
+            found = peer.complete(prompt, new_tokens)
+            seconds[setting].append(found.decode_s / found.num_decoded if found.num_decoded else found.prefill_s)
+    return {setting: 1000 * statistics.median(each[1:]) for setting, each in seconds.items()}
 
 
 def _settings(name: str, workload: Workload) -> Sequence[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,8 @@ class VllmPeer:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
         environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment.pop("PYTHONPATH", None)
-        self.process = subprocess.Popen(
-            [interpreter, "-c", f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        command = [interpreter, "-c", f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"]
+        self.process = start_vllm(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.details: dict[str, Any] = self._ask(json.dumps(spec))
         """vLLM's version and number of threads."""
 
@@ -56,23 +51,42 @@ class VllmPeer:
 
     def close(self) -> None:
         """End the process."""
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):  # it has ended by itself
+            self.process.stdin.close()
         self.process.wait()
 
     def _ask(self, line: str) -> dict[str, Any]:
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
         if not answer:
+            self.close()
             raise _no_answer(self.process.args[0])
         return json.loads(answer)
+
+
+def start_vllm(command: list[str], environment: dict[str, str], **pipes: Any) -> subprocess.Popen[Any]:
+    """Start `command`, whose first word is an interpreter with vLLM. Raises `ConfigError` if there is none."""
+    try:
+        return subprocess.Popen(command, env=environment, **pipes)
+    except OSError as problem:
+        from minillm.errors import ConfigError  # not at module level: the server has no minillm
+
+        raise ConfigError(
+            f"{command[0]} cannot be run ({problem.strerror}); {INTERPRETER} must name an interpreter that can import "
+            "vllm"
+        ) from problem
 
 
 def _no_answer(interpreter: str) -> Exception:
     from minillm.errors import ConfigError  # not at module level: the server has no minillm
 
     return ConfigError(
-        f"vLLM under {interpreter} ended without an answer; {INTERPRETER} must name an interpreter that can import vllm"
+        f"vLLM under {interpreter} ended without an answer, and its error, if it gave one, is above; {INTERPRETER} "
+        "must name an interpreter that can import vllm"
     )
 
 

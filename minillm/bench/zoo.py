@@ -10,7 +10,8 @@ negative log-probability in nats. The same is measured without the definition, w
 guesses anyway. A small model recalls little even with the plain cache; read a technique's figure between these two.
 
 Tokens per second (of processor time) are of one request in plain PyTorch, which restores what it compressed in every
-step. They say what a technique costs here, not what a kernel for it would gain.
+step. They say what a technique costs here, not what a kernel for it would gain. `speed` is relative to the plain cache,
+which decodes the same tokens just after, row by row.
 
 `squeezed` stores everything and reads less; its budget is what a decode step reads. All others store and read the same.
 What `anchors` holds depends on the text; its share is the mean over the rows, at their ends.
@@ -61,6 +62,7 @@ from minillm.errors import ConfigError, MinillmError
 from minillm.models.calibration import CalibrationTexts
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_config, load_model, resolve
+from minillm.runtime.runner import ModelRunner
 from minillm.tokenizer import Tokenizer
 
 __all__ = ["Material", "Measured", "ZooRow", "best", "measure", "measure_system", "plain_row", "run", "table"]
@@ -90,7 +92,9 @@ class ZooRow:
     recall: list[Recall] = field(default_factory=list)
     tokens_per_s: float | None = None
     speed: float | None = None
-    """`tokens_per_s` divided by that of the plain cache."""
+    """The speed over the plain cache, both measured in turn: the median over the rows."""
+    speed_min: float | None = None
+    speed_max: float | None = None
     config: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -117,6 +121,8 @@ class Measured:
     logprobs: Tensor
     recall: list[Recall]
     tokens_per_s: float
+    speeds: list[float]
+    """The speed over the plain cache in each row; empty if it was not measured."""
     share: float | None
     """The share of a prompt's bytes, where it depends on the text: read with `squeezed`, held with `anchors`."""
 
@@ -131,8 +137,9 @@ def run(
     """Measure every technique, or those in `systems`. Returns the result as JSON values.
 
     `distances`: of recall, in tokens. `quick`: fewer rows, distances and tasks. `save_to`: the result is written there
-    after each system, in case the run is killed. Raises `ConfigError` for an unknown technique, a distance that has no
-    room, or a context that is too short.
+    after each system, in case the run is killed; its `unfinished` names the systems that are still to come.
+
+    Raises `ConfigError` for an unknown technique, a distance that has no room, or a context that is too short.
     """
     folder = resolve(model)
     shape, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
@@ -162,24 +169,30 @@ def run(
         "quick": quick,
     }
     rows = [plain_row(reference, material)]
-    for system in tqdm(todo, desc="measuring", unit=" systems"):
+    for count, system in enumerate(tqdm(todo, desc="measuring", unit=" systems"), 1):
         rows.append(measure_system(system, material, reference))
-        outcome = result("zoo", {**config, "best": best(rows)}, rows)
+        unfinished = [one.name for one in todo[count:]]
+        outcome = result("zoo", {**config, "unfinished": unfinished, "best": best(rows)}, rows)
         if save_to is not None:
             save(outcome, save_to)
     return outcome
 
 
-def measure(options: dict[str, Any], material: Material) -> Measured:
-    """Run all rows and recall tasks over a cache with these options of `LLM`."""
+def measure(options: dict[str, Any], material: Material, plain: ModelRunner | None = None) -> Measured:
+    """Run all rows and recall tasks over a cache with these options of `LLM`. `plain`: a runner with the plain cache,
+    which decodes every row in turn with this one, to compare their speeds."""
     texts, prompt_len = material.texts, material.prompt_len
     runner = build(options, material.model, max(map(len, texts.rows)), texts=material.fitted)
-    found, seconds, held = [], [], []
+    found, seconds, speeds, held = [], [], [], []
     for row in texts.rows:
         read_prompt(runner, row, prompt_len)
         behind = continuation(runner, row, prompt_len)
         found.append(behind.logprobs)
         seconds += behind.seconds
+        if plain is not None:
+            read_prompt(plain, row, prompt_len)
+            beside = continuation(plain, row, prompt_len)
+            speeds.append(statistics.median(beside.seconds) / statistics.median(behind.seconds))
         held.append(runner.cache.num_bytes / 2)  # of a float32 cache
     share = None
     if isinstance(runner.cache, SqueezedKVCache):
@@ -187,7 +200,7 @@ def measure(options: dict[str, Any], material: Material) -> Measured:
     elif isinstance(runner.cache, AnchorsKVCache):
         share = statistics.mean(held) / plain_bytes(material.model, prompt_len + NUM_SCORED)
     recalled = [recall(runner, distance, tasks) for distance, tasks in material.tasks.items()]
-    return Measured(torch.cat(found), recalled, 1 / statistics.median(seconds), share)
+    return Measured(torch.cat(found), recalled, 1 / statistics.median(seconds), speeds, share)
 
 
 def best(rows: Sequence[ZooRow]) -> dict[str, dict[str, str]]:
@@ -249,7 +262,7 @@ def measure_system(system: ZooSystem, material: Material, reference: Measured) -
         by_text = system.reads_less or system.technique == "anchors"
         if system.budget is not None and not by_text and share_stored > system.budget * TOLERANCE:
             return _failed(row, f"takes {share_stored:.1%} at the smallest")
-        got = measure(options, material)
+        got = measure(options, material, build({}, model, max(map(len, material.texts.rows))))
     except MinillmError as problem:
         return _failed(row, str(problem))
     return ZooRow(
@@ -262,7 +275,9 @@ def measure_system(system: ZooSystem, material: Material, reference: Measured) -
         judge(reference.logprobs, got.logprobs, material.texts),
         got.recall,
         got.tokens_per_s,
-        got.tokens_per_s / reference.tokens_per_s,
+        statistics.median(got.speeds),
+        min(got.speeds),
+        max(got.speeds),
         options,
     )
 

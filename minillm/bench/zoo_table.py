@@ -22,7 +22,7 @@ def table(outcome: dict[str, Any]) -> Table:
     )
     distances = [one["distance"] for one in outcome["rows"][0]["recall"]]
     headings = ["system", "of fp16", "perplexity", "mean KL", "same top-1"]
-    headings += [f"recall at {distance}" for distance in distances] + ["tokens/s"]
+    headings += [f"recall at {distance}" for distance in distances] + ["speed"]
     for heading in headings:
         made.add_column(heading, justify="left" if heading == "system" else "right")
     measured = [row for row in outcome["rows"] if row["quality"]]
@@ -45,7 +45,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{quality['mean_kl']:.1e} ± {quality['mean_kl_error']:.0e}",
         f"{quality['top1']:.1%}",
         *(f"{one['tokens']:.0%} ({one['exact']:.0%} exact)" for one in row["recall"]),
-        f"{row['tokens_per_s']:.0f}",
+        f"{row['speed']:.2f}×",
     ]
 
 

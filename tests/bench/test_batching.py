@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from minillm import LLM, SamplingParams
-from minillm.bench import batching, vllm_peer
+from minillm.bench import batch_transformers, batching, vllm_peer
 from minillm.bench.benchmarks import BENCHMARKS, find
 from minillm.bench.harness import Row
 from minillm.errors import ConfigError
+from minillm.models.held_out import held_out_prompts
+from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
 
@@ -76,6 +81,7 @@ def test_vllm_runs_as_many_requests_at_a_time_as_what_it_is_compared_with(
     monkeypatch: pytest.MonkeyPatch, tiny: TinyPair
 ) -> None:
     made: list[int] = []
+    prompts: list[list[list[int]]] = []
 
     class Peer:
         details: ClassVar[dict[str, str]] = {"vllm": "0"}
@@ -83,6 +89,7 @@ def test_vllm_runs_as_many_requests_at_a_time_as_what_it_is_compared_with(
 
         def __init__(self, interpreter: str, threads: int, **spec: Any) -> None:
             made.append(spec["max_num_seqs"])
+            prompts.append(spec["prompts"])
 
         def run(self) -> list[list[int]]:
             return [[1]]
@@ -94,10 +101,16 @@ def test_vllm_runs_as_many_requests_at_a_time_as_what_it_is_compared_with(
     monkeypatch.setattr(batching, "VllmPeer", Peer)
     outcome = batching.run(str(tiny.target), systems=[batching.VLLM, batching.VLLM_ALL], rounds=1)
     assert made == [8, 32, 0, 0] and [row["system"] for row in outcome["rows"]] == ["vLLM CPU", "vLLM CPU, 32 seats"]
-    for name, bases in batching.BASELINES.items():
-        vllm = [base for base in bases if base.startswith(batching.VLLM)]
-        if name.startswith(batching.CONTINUOUS):
-            assert vllm == [batching.VLLM_ALL if name.endswith(batching.ALL) else batching.VLLM]
+    tokenizer = Tokenizer.from_folder(tiny.target)
+    own = [tokenizer.encode(prompt.prompt) for prompt in held_out_prompts(batching.REQUESTS)]
+    assert prompts == [own, own], "the ids are of the model's own tokenizer"
+    assert outcome["config"]["prompt_tokens"] == [len(ids) for ids in own]
+    for table in (batching.BASELINES, batching.SHAPE_BASELINES):
+        assert batching.VLLM_ALL in table
+        for name, bases in table.items():
+            vllm = [base for base in bases if base.startswith(batching.VLLM)]
+            if name.startswith(batching.CONTINUOUS):
+                assert vllm == [batching.VLLM_ALL if name.endswith(batching.ALL) else batching.VLLM]
 
 
 def test_a_system_that_cannot_run_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch, tiny: TinyPair) -> None:
@@ -114,22 +127,22 @@ def test_the_draft_changes_no_token_and_is_there_for_the_longest_answers_only(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[5 + i, 6, 7] for i in range(batching.REQUESTS)]
-    monkeypatch.setattr(batching, "_prompts", lambda: prompts)
     monkeypatch.setattr(batching, "draft_for", lambda model, draft: str(tiny.draft))
     monkeypatch.setattr(batching, "output_lengths", lambda: [2] * (batching.REQUESTS - 2) + [12, 16])
-    plain, _ = batching._system(batching.CONTINUOUS, str(tiny.target))
-    drafted, extra = batching._system(batching.CONTINUOUS_DRAFTED, str(tiny.target))
+    plain, _ = batching._system(batching.CONTINUOUS, str(tiny.target), prompts)
+    drafted, extra = batching._system(batching.CONTINUOUS_DRAFTED, str(tiny.target), prompts)
     assert plain() == drafted()
     told = extra()
     assert told["speculative_config"]["disable_by_batch_size"] == batching.DRAFTING
-    assert told["steps"] < batching._system(batching.CONTINUOUS, str(tiny.target))[1]()["steps"]
+    assert told["steps"] < batching._system(batching.CONTINUOUS, str(tiny.target), prompts)[1]()["steps"]
 
 
 def test_looking_back_changes_no_token_and_keeps_nothing_of_earlier_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same requests come again in every round: who remembered them would guess everything."""
     monkeypatch.setattr(batching, "output_lengths", lambda: [16] * batching.REQUESTS)
-    plain, counted = batching._system(batching.CONTINUOUS, "minicoder")
-    looking, extra = batching._system(batching.CONTINUOUS_SUFFIX, "minicoder")
+    prompts = batching._prompts("minicoder")
+    plain, counted = batching._system(batching.CONTINUOUS, "minicoder", prompts)
+    looking, extra = batching._system(batching.CONTINUOUS_SUFFIX, "minicoder", prompts)
     first, told = looking(), extra()
     assert first == plain() == looking()
     assert extra()["steps"] == told["steps"] < counted()["steps"]
@@ -137,10 +150,40 @@ def test_looking_back_changes_no_token_and_keeps_nothing_of_earlier_requests(mon
 
 
 def test_weights_in_eight_bits_are_an_option_of_their_own(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_prompts", lambda: [[5, 6, 7]] * batching.REQUESTS)
     monkeypatch.setattr(batching, "output_lengths", lambda: [2] * batching.REQUESTS)
-    _, extra = batching._system(f"{batching.CONTINUOUS} w8a8", str(tiny.target))
+    prompts = [[5, 6, 7]] * batching.REQUESTS
+    _, extra = batching._system(f"{batching.CONTINUOUS} w8a8", str(tiny.target), prompts)
     assert extra()["quantization"] == "w8a8"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(None, "ended after 0 of 1 requests"), (SimpleNamespace(error="out of memory"), "failed: out of memory")],
+)
+def test_transformers_batching_that_cannot_go_on_is_an_error(
+    answer: SimpleNamespace | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([answer])
+
+    class Manager:
+        def add_request(self, ids: list[int], **options: Any) -> str:
+            return "name"
+
+        def get_result(self, timeout: float) -> SimpleNamespace | None:
+            return next(answers)  # it is asked once
+
+        def is_running(self) -> bool:
+            return False
+
+    @contextmanager
+    def manager(**options: Any) -> Iterator[Manager]:
+        yield Manager()
+
+    peer = SimpleNamespace(continuous_batching_context_manager=manager)
+    monkeypatch.setattr(batch_transformers, "_load", lambda model: peer)
+    run, _ = batch_transformers.generate_batch("any", [[5]], [2], 1)
+    with pytest.raises(batch_transformers.PeerError, match=message):
+        run()
 
 
 FAKE_VLLM = """
@@ -172,3 +215,21 @@ def test_a_peer_in_another_process_answers_each_time_and_says_when_it_cannot(
     (tmp_path / "vllm.py").write_text("raise ImportError")
     with pytest.raises(ConfigError, match="MINILLM_VLLM_PYTHON"):
         vllm_peer.VllmPeer(sys.executable, 1, **requests)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the interpreters are shell scripts")
+def test_an_interpreter_that_cannot_run_vllm_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    for interpreter in (tmp_path / "none", tmp_path, script):  # not there, a folder, not executable
+        with pytest.raises(ConfigError, match=r"cannot be run .*MINILLM_VLLM_PYTHON must name"):
+            vllm_peer.VllmPeer(str(interpreter), 1)
+    script.chmod(0o700)
+    with pytest.raises(ConfigError, match="ended without an answer"):
+        vllm_peer.VllmPeer(str(script), 1)
+    script.write_text("#!/bin/sh\nread line\necho '{}'\n")  # it ends after the requests, before the first run
+    peer = vllm_peer.VllmPeer(str(script), 1)
+    peer.process.wait()
+    with pytest.raises(ConfigError, match="ended without an answer"):
+        peer.run()
+    peer.close()

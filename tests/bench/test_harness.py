@@ -138,6 +138,33 @@ def test_a_result_names_its_hardware_and_versions(clock: Clock, tmp_path: Path) 
     assert read["rows"][0]["system"] == "one"
 
 
+def test_an_earlier_result_stays_whole_until_the_next_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, write = tmp_path / "out.json", Path.write_text
+    save({"run": 1}, file)
+
+    def half(path: Path, text: str, encoding: str) -> None:
+        write(path, text[:5], encoding=encoding)
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="the disk is full"):
+            save({"run": 2}, file)
+    assert json.loads(file.read_text()) == {"run": 1}
+    save({"run": 3}, file)
+    assert json.loads(file.read_text()) == {"run": 3} and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_result_is_written_through_a_link(tmp_path: Path) -> None:
+    file, link = tmp_path / "out.json", tmp_path / "link.json"
+    save({"run": 1}, file)
+    link.symlink_to(file)
+    save({"run": 2}, link)
+    assert link.is_symlink() and json.loads(file.read_text()) == {"run": 2}
+
+
 def test_peak_memory_is_of_a_process_of_its_own() -> None:
     little = harness.peak_memory_of("pass")
     much = harness.peak_memory_of("x = bytearray(80_000_000)")

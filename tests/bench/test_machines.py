@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llvmlite import binding
 
 from minillm.bench import parallel, processors, threads
 from minillm.bench.benchmarks import find, find_table
 from minillm.errors import ConfigError
+from minillm.ops.cpu.processor import inspect_processor
 from tests.conftest import TinyPair
 
 
@@ -127,6 +129,24 @@ def test_processors_that_ran_were_refused_or_only_compiled_all_have_their_line(
     assert "| haswell | minillm fp32 | 3.00× | 2.50 to 3.50 | yes |" in processors.markdown(outcome)
     with pytest.raises(ConfigError, match="haswell fp16"):
         processors.run(systems=["haswell fp16"])
+
+
+def test_pytorch_may_use_the_byte_products_that_the_compiled_step_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def run(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+        seen.update(env)
+        return subprocess.CompletedProcess(command, 1)
+
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    monkeypatch.setattr(processors.subprocess, "run", run)
+    for name in processors.HELD_TO:
+        processors._measure_as(name, [])
+        uses_vnni = inspect_processor("x86_64-unknown-linux-gnu", name).byte_products == "vpdpbusd"
+        assert seen["NUMBA_CPU_NAME"] == name and seen["ONEDNN_MAX_CPU_ISA"].endswith("VNNI") is uses_vnni
+    processors._measure_as("alderlake", [])
+    assert (seen["ONEDNN_MAX_CPU_ISA"], seen["ATEN_CPU_CAPABILITY"]) == ("AVX2_VNNI", "avx2")
 
 
 def test_a_process_that_pretends_to_be_too_old_says_why() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,50 @@ def test_the_client_gets_the_tokens_of_the_offline_engine_in_order(tiny: TinyPai
                 assert len(answer.arrivals) == 10
         with pytest.raises(LoadError, match=r"400 bad request: .*is not supported"):
             client.run([{**own, "prompt": "a", "logit_bias": {"5": 1}}])
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+TOKEN = chunk(b'data: {"choices": [{"token_ids": [5]}]}\n\n')
+FAILED = chunk(b'data: {"error": {"message": "out of memory"}}\n\n') + b"0\r\n\r\n"
+
+
+@contextmanager
+def raw_server(answer: bytes) -> Iterator[str]:
+    """The address of a server that sends these bytes to its only client, and closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (HEAD + TOKEN + FAILED, "the server failed: .*out of memory"),
+        (HEAD[:20], "the connection to the server at 127.0.0.1:.* broke"),
+        (HEAD + TOKEN, "the connection to the server at 127.0.0.1:.* broke"),
+    ],
+    ids=["an error in the stream", "half a head", "half an answer"],
+)
+def test_an_answer_that_breaks_off_is_not_taken_for_a_short_one(answer: bytes, message: str) -> None:
+    with raw_server(answer) as url, pytest.raises(LoadError, match=message):
+        LoadClient(url, concurrent=1).run([{"prompt": [5]}])
+    with pytest.raises(LoadError, match="broke"):  # nobody is there any more
+        LoadClient(url, concurrent=1).run([{"prompt": [5]}])
 
 
 def test_latencies_are_percentiles_over_requests_and_over_tokens() -> None:
@@ -89,6 +137,8 @@ def test_vllms_server_is_waited_for_and_ended(tmp_path: Path, monkeypatch: pytes
     (package / "api_server.py").write_text("raise SystemExit(3)")
     with pytest.raises(ConfigError, match=r"vLLM's server under .* did not start"):
         VllmServerProcess(sys.executable, "folder", "name", 1)
+    with pytest.raises(ConfigError, match=r"none cannot be run .*MINILLM_VLLM_PYTHON must name"):
+        VllmServerProcess(str(tmp_path / "none"), "folder", "name", 1)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:

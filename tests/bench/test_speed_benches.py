@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from minillm import LLM, SamplingParams
-from minillm.bench import harness, ladder, latency, prefill, verify
+from minillm.bench import harness, ladder, latency, llama_cpp, prefill, systems, verify
 from minillm.bench.benchmarks import find_table
+from minillm.bench.completion import Completion
 from minillm.bench.harness import common_prefix_share
+from minillm.bench.systems import Workload
 from minillm.bench.tables import speed_table
 from minillm.errors import ConfigError
 from tests.conftest import TinyPair
@@ -44,6 +48,33 @@ def test_prefill_counts_prompt_tokens_by_length(tiny: TinyPair, capsys: pytest.C
     assert found == [(names[0], 16, None), (names[1], 16, None), (names[0], 200, 7), (names[1], 200, 7)]
     assert all(row["outputs_equal"] for row in outcome["rows"][1::2])
     assert "200" in printed(outcome, capsys)
+
+
+def test_a_peer_has_its_fastest_setting_at_each_length(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first setting is the faster one up to 40 tokens."""
+    flash, exact = llama_cpp.SETTINGS
+    rooms: list[int] = []
+
+    class Peer:
+        def __init__(self, workload: Workload, setting: str) -> None:
+            self.details = {"setting": setting}
+            rooms.append(workload.context)
+
+        def complete(self, prompt: list[int], new_tokens: int) -> Completion:
+            return Completion([7], 0.005 if self.details["setting"] == exact else 0.001 + 0.0001 * len(prompt), 0.0)
+
+    @contextmanager
+    def no_files(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
+        yield workload
+
+    monkeypatch.setattr(prefill, "exported", no_files)
+    monkeypatch.setattr(prefill, "left_out", lambda names, draft: {})
+    monkeypatch.setattr(systems, "_load_peer", lambda name, workload, setting: Peer(workload, setting))
+    outcome = prefill.run(str(tiny.target), systems=["llama.cpp f32"], rounds=1, lengths=(16, 200))
+    at = [row["config"] for row in outcome["rows"]]
+    assert [(config["prompt_tokens"], config["setting"]) for config in at] == [(16, flash), (200, exact)]
+    assert set(at[0]["tried_ms_per_prompt"]) == {flash, exact}
+    assert rooms == [17, 17, 201, 201, 201, 201], "tried with one length each; what is measured serves all lengths"
 
 
 def test_a_joined_prompt_has_just_the_length(tiny: TinyPair) -> None:

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,31 @@ import pytest
 import torch
 
 from minillm import cli
-from minillm.bench import decode, ladder, latency, llama_cpp, own_engine, speculation, systems, transformers_peers
+from minillm.bench import (
+    decode,
+    ladder,
+    latency,
+    llama_cpp,
+    own_engine,
+    prefill,
+    speculation,
+    systems,
+    transformers_peers,
+)
 from minillm.bench.benchmarks import BENCHMARKS, find
 from minillm.bench.completion import Completion, completion_metrics
-from minillm.bench.systems import Workload, choose, decode_system, draft_for, left_out, load, prepared, prompt_ids
+from minillm.bench.harness import compare
+from minillm.bench.systems import (
+    Workload,
+    choose,
+    decode_system,
+    draft_for,
+    left_out,
+    load,
+    prepared,
+    prompt_ids,
+    with_best_settings,
+)
 from minillm.bench.transformers_peers import FirstTokens
 from minillm.commands import bench
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
@@ -64,12 +87,21 @@ def test_guesses_looked_up_need_no_model(method: str) -> None:
 
 
 def test_every_name_of_the_benchmark_has_its_baselines_and_a_dtype() -> None:
-    for known in (decode.BUNDLED, decode.LARGE):
+    for known in (decode.BUNDLED, decode.LARGE, prefill.BUNDLED, prefill.LARGE):
         order = list(known)
         for name, baselines in known.items():
             assert all(order.index(base) < order.index(name) for base in baselines)
             if name.startswith("minillm"):
                 assert own_engine.options(name, "small", 1, "fp32")["dtype"] in ("float32", "bfloat16")
+
+
+def test_minillm_is_compared_with_both_peers_in_its_own_dtype() -> None:
+    """The weights of a large shape come in bf16: `minillm fp32` has no peer of its kind there."""
+    for table in (decode.BUNDLED, prefill.BUNDLED, decode.LARGE, prefill.LARGE):
+        for kind in ("bf16",) if "transformers fp32" not in table else ("fp32", "bf16"):
+            if f"minillm {kind}" in table:
+                peers = {f"transformers {kind}", f"llama.cpp {kind.replace('fp', 'f')}"}
+                assert peers <= set(table[f"minillm {kind}"])
 
 
 def test_systems_keep_their_order_and_unknown_ones_are_refused() -> None:
@@ -163,6 +195,57 @@ def test_only_the_time_after_the_first_tokens_counts(workload: Workload, monkeyp
     counted = system.counted()
     assert (counted.seconds, counted.num_tokens) == (1.0, 20)
     assert system.extra()["made"] == "up" and system.extra()["prefill_tokens_per_s"] < 1
+
+
+def test_tokens_that_all_arrive_at_once_leave_nothing_to_measure(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of assisted generation may propose and accept all of them."""
+
+    class AtOnce:
+        def __init__(self) -> None:
+            self.details: dict[str, Any] = {}
+
+        def complete(self, prompt: list[int], new_tokens: int) -> Completion:
+            return Completion([1] * new_tokens, 1.0, 0.0, num_first=new_tokens)
+
+    monkeypatch.setattr(systems, "load", lambda name, workload: AtOnce())
+    system = decode_system("transformers fp32 assisted", workload)
+    with pytest.raises(ConfigError, match=r"assisted gave all 12 new tokens of each prompt at once.*--new-tokens"):
+        compare([system], rounds=1)
+
+
+# --- settings of peers -----------------------------------------------------------------------------------------------
+
+FLASH, EXACT = llama_cpp.SETTINGS
+
+
+class Peer:
+    """Its completions take `base` and `per_token` seconds, or the next of `times`."""
+
+    def __init__(self, base: float = 0.0, per_token: float = 0.0, times: Iterator[float] | None = None) -> None:
+        self.details: dict[str, Any] = {}
+        self.base, self.per_token, self.times = base, per_token, times
+
+    def complete(self, prompt: list[int], new_tokens: int) -> Completion:
+        seconds = next(self.times) if self.times else self.base + self.per_token * len(prompt)
+        return Completion([7] * new_tokens, seconds, 0.0)
+
+
+def test_the_settings_of_a_peer_are_tried_on_the_longest_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = {FLASH: Peer(0.001, 0.0001), EXACT: Peer(0.005)}
+    monkeypatch.setattr(systems, "_load_peer", lambda name, workload, setting: peers[setting])
+    workload = Workload("any", None, [[0] * 10, [0] * 1000], new_tokens=1)
+    best = with_best_settings(workload, ["llama.cpp f32", "minillm fp32"])
+    assert best.settings == {"llama.cpp f32": EXACT}
+    assert best.tried == {"llama.cpp f32": {FLASH: pytest.approx(101), EXACT: pytest.approx(5)}}
+
+
+def test_one_slow_run_does_not_decide_which_setting_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = {FLASH: Peer(times=chain([9.0, 0.009], repeat(0.001))), EXACT: Peer(0.002)}
+    monkeypatch.setattr(systems, "_load_peer", lambda name, workload, setting: peers[setting])
+    best = with_best_settings(Workload("any", None, [[0]], new_tokens=1), ["llama.cpp f32"])
+    assert best.settings == {"llama.cpp f32": FLASH}
 
 
 # --- all together ----------------------------------------------------------------------------------------------------

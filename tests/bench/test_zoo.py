@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from minillm import cli
 from minillm.bench import zoo, zoo_recall
 from minillm.bench.quality import Quality
 from minillm.bench.zoo_cache import build, calibrated, continuation, plain_bytes, read_prompt, share_read, stored_bytes
-from minillm.bench.zoo_systems import BUDGETS, TECHNIQUES, TOLERANCE, Setting, list_systems
+from minillm.bench.zoo_systems import BUDGETS, TECHNIQUES, TOLERANCE, Setting, ZooSystem, list_systems
 from minillm.bench.zoo_texts import (
     ANSWER,
     CUE,
@@ -26,10 +28,11 @@ from minillm.bench.zoo_texts import (
 from minillm.cache.layouts import LAYOUTS, find_layout
 from minillm.config import CacheConfig
 from minillm.errors import ConfigError
+from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import calibration_prompts
-from minillm.models.loading import load_model, resolve
+from minillm.models.loading import load_config, load_model, resolve
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
@@ -177,6 +180,49 @@ def test_the_best_of_each_budget_are_named() -> None:
     assert zoo.best([one, other, failed]) == {"25.0%": {"mean_kl": "a", "recall": "b"}}
 
 
+def test_speed_is_relative_to_a_plain_run_of_the_same_row(
+    tiny: TinyPair, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that gets slower with every run makes no technique slower."""
+    real, runs = zoo.continuation, itertools.count()
+
+    def slower(*arguments: Any) -> Any:
+        found = real(*arguments)
+        return replace(found, seconds=[1.1 ** next(runs)] * len(found.seconds))
+
+    monkeypatch.setattr(zoo, "continuation", slower)
+    shape, model = load_config(tiny.target), load_model(tiny.target, torch.float32, CPU)
+    rows = rows_of(long_files(tokenizer)[1], 256, 2)
+    material = zoo.Material(model, scored_texts(rows, 192, tokenizer), 192, {}, rows, CalibrationTexts(tokenizer))
+    reference = zoo.measure({}, material)
+
+    def of(budget: float) -> Setting:
+        return Setting(budget, 192, shape.head_dim, shape.kv_size, shape.num_layers)
+
+    for system in list_systems(of, (0.25, 0.5), ["snapkv"]):
+        row = zoo.measure_system(system, material, reference)
+        assert 0.85 < row.speed_min <= row.speed <= row.speed_max < 1.15
+
+
+def test_a_run_that_was_ended_names_what_it_has_not_measured(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names: list[str] = []
+
+    def ended(system: ZooSystem, material: zoo.Material, reference: zoo.Measured) -> zoo.ZooRow:
+        if names:
+            raise KeyboardInterrupt
+        names.append(system.name)
+        return zoo.ZooRow(system.name, system.technique, system.budget, error="no")
+
+    monkeypatch.setattr(zoo, "measure_system", ended)
+    with pytest.raises(KeyboardInterrupt):
+        zoo.run(str(tiny.target), ["snapkv"], [20], quick=True, save_to=tmp_path / "zoo.json")
+    outcome = json.loads((tmp_path / "zoo.json").read_text())
+    assert [row["system"] for row in outcome["rows"]] == ["plain", *names] == ["plain", "snapkv 12.5%"]
+    assert outcome["config"]["unfinished"][:3] == ["snapkv 25%", "snapkv 37.5%", "snapkv 50%"]
+
+
 def test_run_gives_a_table_and_json(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,8 +232,6 @@ def test_run_gives_a_table_and_json(
     printed = " ".join(capsys.readouterr().out.split())
     assert "recall at 20" in printed and "snapkv 50%" in printed and "two levels" in printed
     assert "int8 25% (has no size of at most 25.0%)" in printed
-    import json
-
     outcome = json.loads((tmp_path / "zoo.json").read_text())
     rows = {row["system"]: row for row in outcome["rows"]}
     assert rows["plain"]["quality"]["mean_kl"] == 0 and rows["plain"]["share"] == 1
@@ -195,6 +239,7 @@ def test_run_gives_a_table_and_json(
     assert 0 < rows["snapkv 50%"]["quality"]["mean_kl"] < rows["snapkv 25%"]["quality"]["mean_kl"]
     assert [one["distance"] for one in rows["snapkv 25%"]["recall"]] == [20, 90]
     assert outcome["config"]["prompt_tokens"] == 192 and len(outcome["config"]["recall_without_definition"]) == 2
+    assert outcome["config"]["unfinished"] == [] and rows["snapkv 50%"]["speed_min"] > 0
 
 
 def test_an_unknown_technique_is_refused_before_anything_runs(tiny: TinyPair) -> None:
