@@ -10,6 +10,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.models.decoder import Attention, Decoder
+from minillm.trace import DraftProposed
 from tests.conftest import TinyPair
 
 PROMPTS = [
@@ -46,11 +47,14 @@ def draft_of(tiny: TinyPair) -> dict[str, Any]:
 
 
 def generated(model: str, layout: dict[str, Any] | None, **options: Any) -> list[list[int]]:
-    """Greedy tokens of all prompts; afterwards every place is free and holds no memory, in the draft's cache too."""
+    """Greedy tokens of all prompts; afterwards every place is free and holds no memory, in the draft's cache too. With
+    a `speculative_config` there are drafts."""
     llm = LLM(model, kv_cache_config=layout, **options)
     caches = [llm.engine.runner.cache, *([llm.engine.drafter.runner.cache] if llm.engine.drafter else [])]
     idle = [one.num_bytes for one in caches]
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    with llm.trace() as trace:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert bool(trace.of(DraftProposed)) == bool(options.get("speculative_config"))
     llm.engine.scheduler.check_integrity()
     assert llm.engine.pool.num_used == 0
     assert [one.num_bytes for one in caches] == idle

@@ -12,7 +12,7 @@ from minillm import LLM
 from minillm.cache.anchors import AnchorsKVCache
 from minillm.errors import ConfigError, MinillmError, UnsupportedError
 from minillm.models.decoder import Decoder
-from minillm.trace import RequestPreempted
+from minillm.trace import DraftProposed, RequestPreempted
 from tests.cache.engines import engine, tokens
 from tests.cache.prompt_steps import Definition, outputs_are_the_definitions, random_text, step_of
 from tests.cache.runs import ENGINES, PROMPTS, PreemptingScheduler, draft_of, generated, paged
@@ -105,7 +105,10 @@ def test_the_same_tokens_however_they_were_computed(tiny: TinyPair) -> None:
     with llm.trace() as trace:
         assert tokens(llm, PROMPTS, 20) == expected
     assert trace.of(RequestPreempted)
-    assert tokens(engine(options, model, speculative_config=draft_of(tiny)), PROMPTS, 20) == expected
+    llm = engine(options, model, speculative_config=draft_of(tiny))
+    with llm.trace() as trace:
+        assert tokens(llm, PROMPTS, 20) == expected
+    assert trace.of(DraftProposed)
 
 
 def test_what_it_cannot_do_is_refused(tiny: TinyPair) -> None:

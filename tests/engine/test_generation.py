@@ -64,6 +64,33 @@ def test_end_of_text_ends_a_request_and_min_tokens_holds_it_back(llm: LLM, monke
     assert full[3] not in longer.token_ids[:10] and len(longer.token_ids) >= 10
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_min_tokens_ends_at_its_token_also_inside_an_accepted_run(tiny: TinyPair, drafted: bool) -> None:
+    """The draft is the target, so all drafts are accepted: `min_tokens` is reached inside the first round."""
+    drafts = {"model": str(tiny.target), "num_speculative_tokens": 5}
+    llm = LLM(str(tiny.target), speculative_config=drafts if drafted else None)
+    whole = {prompt: greedy(llm, prompt).token_ids for prompt in PROMPTS}
+    ends = llm.llm_engine._eos_ids
+    borders = [
+        (prompt, at)
+        for prompt, tokens in whole.items()
+        for at in range(2, 7)  # the prompt's step gives the first token, the first round those at 1 to 6
+        if tokens.index(tokens[at]) == at and not ends & {*tokens[: at + 1]}
+    ]
+    assert len(borders) > 5
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    params = [
+        SamplingParams(**options, min_tokens=least, stop_token_ids=[whole[prompt][at]])
+        for prompt, at in borders
+        for least in (at, at + 1)
+    ]
+    outputs = llm.generate([prompt for prompt, _ in borders for _ in range(2)], params, use_tqdm=False)
+    got = [output.outputs[0].token_ids for output in outputs]
+    for (prompt, at), ended, late in zip(borders, got[::2], got[1::2], strict=True):
+        assert ended == whole[prompt][: at + 1]
+        assert late[:at] == whole[prompt][:at] and late[at] != whole[prompt][at]
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_across_tokens_is_cut_where_it_starts(llm: LLM, include: bool) -> None:
     text = greedy(llm, PROMPTS[2]).text
@@ -77,15 +104,15 @@ def test_a_stop_string_across_tokens_is_cut_where_it_starts(llm: LLM, include: b
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_stream_gives_the_same_text_in_pieces(llm: LLM, stops: bool) -> None:
-    """It never shows the beginning of a stop string."""
+    """It never shows the beginning of a stop string, which is longer than any token and than another stop string."""
     params = SamplingParams(seed=3, max_tokens=30, ignore_eos=True)
     if stops:
         text = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].text
-        params = replace(params, stop=text[len(text) // 2 :][:5])
+        params = replace(params, stop=[text[len(text) // 2 :][:8], "\N{SNOWMAN}"])
     pieces = list(llm.stream(PROMPTS[0], params))
     whole = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
     assert "".join(pieces) == whole.text and (whole.finish_reason == "stop") is stops
-    assert len(pieces) > 3
+    assert len(pieces) > 2
 
 
 def test_a_stream_without_text_is_refused(llm: LLM) -> None:

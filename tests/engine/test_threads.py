@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from minillm import LLM, EngineArgs, LLMEngine, SamplingParams, llm_engine
 from minillm.engine.step_rows import StepRows
 from minillm.errors import NonFiniteLogitsError, PromptError
-from minillm.trace import RequestFinished, TokensCommitted
+from minillm.trace import RequestFinished, RequestPreempted, StepRan, TokensCommitted
 from tests.conftest import TinyPair
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
@@ -38,8 +39,8 @@ def tokens(llm: LLM, prompts: list[str], params: SamplingParams = GREEDY) -> lis
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
-def made(tiny: TinyPair, way: str) -> LLM:
-    options: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 60, "enforce_eager": "eager" in way}
+def made(tiny: TinyPair, way: str, num_kv_blocks: int = 60) -> LLM:
+    options: dict[str, Any] = {"block_size": 4, "num_kv_blocks": num_kv_blocks, "enforce_eager": "eager" in way}
     if "draft model" in way:
         options["speculative_config"] = {"model": str(tiny.draft), "num_speculative_tokens": 3}
     if "suffix" in way:
@@ -66,14 +67,15 @@ def test_two_engines_may_be_made_in_two_threads(tiny: TinyPair) -> None:
 def test_one_engine_in_four_threads_gives_each_what_it_would_give_alone(tiny: TinyPair, way: str) -> None:
     """Some generate and some stream, greedily and by chance; the pool is too small for all of them at once.
 
-    What suffix decoding guesses, and so what chance picks, depends on what was said before: there all are greedy.
+    What suffix decoding guesses, and so what chance picks, depends on what was said before: there all are greedy. How
+    many drafts of a model fit depends on the others: there chance has one outcome.
     """
-    third = GREEDY if "suffix" in way else SAMPLED
+    third = GREEDY if "suffix" in way else replace(SAMPLED, top_k=1) if "draft model" in way else SAMPLED
     reference = made(tiny, way)
     alone = [tokens(reference, [prompt]) for prompt in PROMPTS]
     chance = tokens(reference, [PROMPTS[3]], third)
     text = "".join(reference.stream(PROMPTS[2], GREEDY))
-    llm = made(tiny, way)
+    llm = made(tiny, way, num_kv_blocks=24)  # the four of the first job alone need 34
     jobs: list[Callable[[], Any]] = [
         lambda: tokens(llm, PROMPTS),
         lambda: [tokens(llm, [prompt])[0] for prompt in PROMPTS],
@@ -81,16 +83,26 @@ def test_one_engine_in_four_threads_gives_each_what_it_would_give_alone(tiny: Ti
         lambda: "".join(llm.stream(PROMPTS[2], GREEDY)),
     ]
     every = [completions for [completions] in alone]
-    for _ in range(3):
-        assert together(jobs) == [every, every, chance, text]
+    with llm.trace() as trace:
+        for _ in range(3):
+            assert together(jobs) == [every, every, chance, text]
+    assert trace.of(RequestPreempted)
     assert llm.engine.pool.num_used == 0 and not llm.engine.has_requests and not llm.llm_engine.metrics.requests
     llm.engine.scheduler.check_integrity()
 
 
-def test_threads_share_steps_and_a_trace_holds_them_all(tiny: TinyPair) -> None:
-    llm = made(tiny, "eager")
+def test_threads_share_steps_and_a_trace_holds_them_all(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, all_queued = made(tiny, "eager"), Barrier(3)
+    queue = llm.llm_engine.queue
+
+    def queue_and_wait(groups: Any) -> None:
+        queue(groups)
+        all_queued.wait(10)  # raises BrokenBarrierError if one caller keeps the others out
+
+    monkeypatch.setattr(llm.llm_engine, "queue", queue_and_wait)
     with llm.trace() as trace:
         together([lambda: tokens(llm, PROMPTS)] * 3)
+    assert max(len(event.work) for event in trace.of(StepRan)) > len(PROMPTS)
     assert len(trace.of(RequestFinished)) == 12
     assert sum(len(event.token_ids) for event in trace.of(TokensCommitted)) == 12 * 24
 

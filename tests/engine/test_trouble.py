@@ -306,12 +306,16 @@ def test_an_interrupted_step_keeps_other_requests_whole(tiny: TinyPair, speculat
     while llm.engine.has_requests:
         llm.engine.step()
     expected = [request.output_token_ids for request in requests]
+    fired = 0
     for line in range(5, 2500, 211):
         llm.reset_prefix_cache()
         requests = llm.submit(prompts, params)
-        finish(llm, InterruptAt(line))
+        interrupt = InterruptAt(line)
+        finish(llm, interrupt)
+        fired += interrupt.fired
         assert [request.output_token_ids for request in requests] == expected
         settled(llm)
+    assert fired > 6
 
 
 def test_abort_frees_everything_at_once(tiny: TinyPair) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,29 @@ def test_a_cell_that_checks_does_nothing_else(lesson: Lesson) -> None:
     for cell in read_notebook(lesson.lesson).cells:
         if cell.cell_type == "code" and CHECK.match(cell.source):
             assert len(ast.parse(cell.source).body) == 1, cell.source
+
+
+def _with_device(options: Iterable[tuple[object, ast.expr]], known: set[str]) -> bool:
+    """Whether options contain a device, by name or in an unpacked dictionary (which has None for a name)."""
+    return any(
+        name == "device" or (name is None and isinstance(value, ast.Name) and value.id in known)
+        for name, value in options
+    )
+
+
+@pytest.mark.parametrize(
+    "lesson", [one for one in LESSONS if one.number not in (0, 7, 8, 9)], ids=lambda lesson: lesson.name
+)
+def test_engines_that_call_a_learners_function_are_on_the_cpu(lesson: Lesson) -> None:
+    """No exercise asks for a device. (Lessons 0 and 7 hand no tensors to such a function; 8 and 9 have `DEVICE`.)"""
+    known: set[str] = set()
+    for node in ast.walk(ast.parse(lesson.source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            names = [getattr(key, "value", None) for key in node.value.keys]
+            if _with_device(zip(names, node.value.values, strict=True), known):
+                known.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "LLM":
+            assert _with_device([(word.arg, word.value) for word in node.keywords], known), ast.unparse(node)
 
 
 @pytest.mark.long

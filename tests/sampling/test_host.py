@@ -90,6 +90,13 @@ def test_values_on_the_limit_are_accepted(good):
     check_params(SamplingParams(**good))
 
 
+def test_as_many_characters_are_held_back_as_the_longest_stop_string_may_take_back():
+    assert SamplingParams(stop=["ab", "long"]).num_settled("0123456789") == 7
+    assert SamplingParams(stop=["long", "ab"]).num_settled("01") == 0
+    assert SamplingParams().num_settled("0123") == SamplingParams(stop="x").num_settled("0123") == 4
+    assert SamplingParams(stop="long", include_stop_str_in_output=True).num_settled("0123") == 4
+
+
 def test_many_completions_need_a_temperature():
     with pytest.raises(ConfigError, match=r"n=2.*temperature=0"):
         SamplingParams(n=2, temperature=0)
@@ -420,6 +427,8 @@ def test_row_without_probability_is_refused(row):
 def test_uniforms_never_change():
     """Golden values: a saved seed must give the same text in every version of minillm."""
     assert [uniform(0, 0, purpose) * 2**24 for purpose in Draw] == [2327157, 3093159, 11701324, 5388294]
+    siblings = [uniform(0, 0, purpose, at) * 2**24 for purpose in Draw for at in (1, 7)]
+    assert siblings == [7473556, 96061, 7436732, 13685036, 5176388, 9644222, 13879328, 4332975]
     assert uniform(2**64 + 5, 3, Draw.DRAFT) == uniform(5, 3, Draw.DRAFT)
     assert uniform(-1, 3, Draw.DRAFT) != uniform(1, 3, Draw.DRAFT)
 
@@ -432,8 +441,8 @@ def test_uniforms_lie_in_the_unit_interval_and_are_exact_in_fp32():
     assert len(set(drawn)) > 0.999 * len(drawn)
 
 
-def eighths(seed: int, purpose: Draw, num: int = 12_000, shift: int = 0) -> torch.Tensor:
-    return torch.tensor([int(8 * uniform(seed, index + shift, purpose)) for index in range(num)])
+def eighths(seed: int, purpose: Draw, num: int = 12_000, shift: int = 0, sibling: int = 0) -> torch.Tensor:
+    return torch.tensor([int(8 * uniform(seed, index + shift, purpose, sibling)) for index in range(num)])
 
 
 def assert_independent(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -446,6 +455,12 @@ def assert_independent(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize(("one", "other"), list(combinations(Draw, 2)))
 def test_streams_of_different_purposes_are_independent(one, other):
     assert_independent(eighths(9, one), eighths(9, other))
+
+
+def test_siblings_are_independent_of_each_other_and_of_other_purposes():
+    streams = [eighths(9, purpose, sibling=at) for purpose in (Draw.DRAFT, Draw.ACCEPT) for at in (1, 2)]
+    for one, other in combinations(streams, 2):
+        assert_independent(one, other)
 
 
 def test_neighbouring_indices_and_seeds_are_independent():

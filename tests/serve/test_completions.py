@@ -134,10 +134,13 @@ def test_a_seed_gives_the_same_samples_whole_streamed_and_offline(server: Runnin
 # --- stop, echo, log-probabilities, suffix ---------------------------------------------------------------------------
 
 
-def test_a_stop_string_is_never_sent_not_even_its_beginning(server: RunningServer, offline: LLM) -> None:
+@pytest.mark.parametrize("other", ["\N{SNOWMAN}", "never said, and longer than the one that comes"])
+def test_a_stop_string_is_never_sent_not_even_its_beginning(server: RunningServer, offline: LLM, other: str) -> None:
+    """The one that comes is longer or shorter than the other, and of several tokens."""
     text = generate(offline, PROMPTS[0]).outputs[0].text
-    stop = text[len(text) // 2 : len(text) // 2 + 4]
-    options = {**GREEDY, "prompt": PROMPTS[0], "stop": [stop, "never said"]}
+    stop = text[len(text) // 3 : 2 * len(text) // 3]
+    assert 3 < len(stop) < 40 and other not in text
+    options = {**GREEDY, "prompt": PROMPTS[0], "stop": [stop, other]}
     whole = server.client().completions.create(**options).choices[0]
     texts, chunks = streamed(server, **options)
     assert whole.text == texts[0] == text[: text.index(stop)]

@@ -106,10 +106,35 @@ def rows_of(cache: KVCache) -> tuple[Tensor, Tensor]:
     return rows.dequantise(*rows.keys), rows.dequantise(*rows.values)
 
 
+def lengths_after_each_token(llm: LLM) -> dict[int, set[int]]:
+    """How many drafts the first round had, by the token that the prompt's step chose, over many seeds.
+
+    Each set has one element unless the length depends on what was drawn. Then q is not what the drafts were drawn from;
+    a test of the text's distribution sees that only if the difference is large.
+    """
+    params = [SamplingParams(seed=i, max_tokens=6, ignore_eos=True, top_k=3) for i in range(60)]
+    with llm.trace() as trace:
+        outputs = llm.generate([PROMPTS[0]] * len(params), params, use_tqdm=False)
+    first: dict[str, int] = {}
+    for event in trace.of(DraftProposed):
+        first.setdefault(event.request_id, len(event.token_ids))
+    found: dict[int, set[int]] = {}
+    for output in outputs:
+        found.setdefault(output.outputs[0].token_ids[0], set()).add(first[output.request_id])
+    return found
+
+
+def length_does_not_depend_on_what_is_drawn(llm: LLM) -> None:
+    """After the same tokens, the first round has the same number of drafts."""
+    lengths = lengths_after_each_token(llm)
+    assert len(lengths) == 3 and all(len(seen) == 1 for seen in lengths.values())
+
+
 def same_distribution(tiny: TinyPair, speculative: dict[str, Any], count: int = 700, **options: Any) -> float:
     """p of χ² over the second and third token of `count` completions with drafts against as many without.
 
-    Both are samples, so this is a two-sample test on the 12 most frequent pairs and the rest; seeds are fixed.
+    Both are samples, so this is a two-sample test on the 12 most frequent pairs and the rest; seeds are fixed. With 700
+    of each, a pair of probability 0.15 must become 0.27 for p to fall below 1e-6 in half of the runs.
     """
     counts = []
     for config in (None, speculative):

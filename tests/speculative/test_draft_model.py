@@ -146,12 +146,6 @@ def test_sampled_text_through_the_engine_follows_the_target(tiny: TinyPair) -> N
     assert chi2_contingency(table).pvalue > 1e-6
 
 
-def test_draft_and_target_must_see_equal_dtype(tiny: TinyPair) -> None:
-    llm = LLM(str(tiny.target), speculative_config=config(tiny.draft))
-    assert llm.engine.drafter.runner.model.embed_tokens.weight.dtype == torch.float32
-    assert llm.engine.drafter.runner.cache.keys.shape[1] == llm.engine.runner.cache.keys.shape[1]
-
-
 @pytest.mark.parametrize("eager", [True, False])
 def test_requests_with_different_numbers_get_the_first_of_the_same_drafts(eager: bool) -> None:
     given = {"model": "minicoder-draft", "num_speculative_tokens": 4}

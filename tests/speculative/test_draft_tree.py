@@ -111,7 +111,7 @@ def test_with_preemption_prefix_sharing_chunks_and_chains_beside_it(tiny: TinyPa
         with llm.trace() as trace:
             got = tokens(llm, params)
         assert got == [outputs[0].outputs[0].token_ids for outputs in right]
-    assert trace.of(RequestPreempted)
+    assert trace.of(RequestPreempted) and trace.of(BlocksShared)
     assert any(len(step.work) > 1 for step in trace.of(StepRan))
 
 

@@ -23,11 +23,13 @@ from tests.conftest import TinyPair
 from tests.speculative.self_drafting import (
     GREEDY,
     PROMPTS,
-    same_distribution,
+    length_does_not_depend_on_what_is_drawn,
+    lengths_after_each_token,
     stops_completions_aborts_and_later_requests_are_plain,
     survives_preemption_prefix_sharing_and_chunks,
     tokens,
 )
+from tests.speculative.three_tokens import expected_triples, p_of_triples
 from tests.speculative.trained_drafting import acceptance, heads_that_know_the_tests, saved
 
 HEADS: dict[str, Any] = {"method": "heads", "num_speculative_tokens": 4, "min_survival": 0}
@@ -67,28 +69,13 @@ def test_completions_stops_and_aborts(tiny: TinyPair, speculative: dict[str, Any
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
 def test_sampled_text_follows_the_target(tiny: TinyPair, speculative: dict[str, Any], rule: str) -> None:
-    """A two-sample χ² test; a correct engine fails with probability 1e-6 over the choice of seeds."""
+    """χ²; a correct engine fails with probability 1e-6 over the choice of seeds, which are fixed."""
     options = {**speculative, "rejection_sample_method": rule, "min_survival": 0.4}
-    assert same_distribution(tiny, options, count=300, enforce_eager=True) > 1e-6
-
-
-def lengths_after_each_token(llm: LLM) -> dict[int, set[int]]:
-    """How many drafts the first round had, by the token that the prompt's step chose, over many seeds."""
-    params = [SamplingParams(seed=i, max_tokens=6, ignore_eos=True, top_k=3) for i in range(60)]
-    with llm.trace() as trace:
-        outputs = llm.generate([PROMPTS[0]] * len(params), params, use_tqdm=False)
-    first = {}
-    for event in trace.of(DraftProposed):
-        first.setdefault(event.request_id, len(event.token_ids))
-    found: dict[int, set[int]] = {}
-    for output in outputs:
-        found.setdefault(output.outputs[0].token_ids[0], set()).add(first[output.request_id])
-    return found
+    assert p_of_triples(tiny, expected_triples(tiny), options) > 1e-6
 
 
 def test_the_length_of_a_chain_does_not_depend_on_what_is_drawn(tiny: TinyPair, speculative: dict[str, Any]) -> None:
-    lengths = lengths_after_each_token(engine(tiny, {**speculative, "min_survival": 0.2}, max_num_seqs=64))
-    assert len(lengths) == 3 and all(len(seen) == 1 for seen in lengths.values())
+    length_does_not_depend_on_what_is_drawn(engine(tiny, {**speculative, "min_survival": 0.2}, max_num_seqs=64))
 
 
 def test_drafts_that_are_dropped_after_they_were_drawn_are_seen(

@@ -20,8 +20,9 @@ from minillm.speculative.target_parts import cached_rows
 from minillm.trace import TokensCommitted
 from tests.conftest import TinyPair, random_model
 from tests.speculative.reading import a_request, drafts_follow_from_the_text, long, long_of, method
-from tests.speculative.self_drafting import same_distribution, tokens
+from tests.speculative.self_drafting import length_does_not_depend_on_what_is_drawn, tokens
 from tests.speculative.test_spire import heads_of, one_head
+from tests.speculative.three_tokens import expected_triples, p_of_triples
 
 SHAPES = {"published": {"window": 6}, "narrow": {"intermediate_size": 32}, "no cross": {"cross_attention": False}}
 
@@ -174,8 +175,12 @@ def test_quantised_caches_are_read_too(tiny: TinyPair, kv_cache_dtype: str) -> N
 
 
 def test_sampled_text_follows_the_target(tiny: TinyPair) -> None:
-    """A two-sample χ² test; a correct engine fails with probability 1e-6 over the choice of seeds."""
-    assert same_distribution(tiny, {"method": long()}, count=300) > 1e-6
+    """χ²; a correct engine fails with probability 1e-6 over the choice of seeds, which are fixed."""
+    assert p_of_triples(tiny, expected_triples(tiny), {"method": long()}) > 1e-6
+
+
+def test_the_length_of_a_chain_does_not_depend_on_what_is_drawn(tiny: TinyPair) -> None:
+    length_does_not_depend_on_what_is_drawn(LLM(str(tiny.target), speculative_config={"method": long()}))
 
 
 def test_cross_attention_starts_with_queries_that_fit_the_targets_keys() -> None:

@@ -23,7 +23,8 @@ from minillm.speculative.target_parts import TargetParts, cached_rows
 from minillm.trace import TokensCommitted
 from tests.conftest import TinyPair, random_model
 from tests.speculative.reading import a_request, drafts_follow_from_the_text, spire, spire_of, target_of
-from tests.speculative.self_drafting import same_distribution, tokens
+from tests.speculative.self_drafting import length_does_not_depend_on_what_is_drawn, tokens
+from tests.speculative.three_tokens import expected_triples, p_of_triples
 
 # ----------------------------------------------------------------------------------------------- the formula, naively
 
@@ -314,8 +315,12 @@ def test_what_lies_behind_the_verified_tokens_is_never_read(tiny: TinyPair) -> N
 
 
 def test_sampled_text_follows_the_target(tiny: TinyPair) -> None:
-    """A two-sample χ² test; a correct engine fails with probability 1e-6 over the choice of seeds."""
-    assert same_distribution(tiny, {"method": spire(num_layers=1)}, count=300) > 1e-6
+    """χ²; a correct engine fails with probability 1e-6 over the choice of seeds, which are fixed."""
+    assert p_of_triples(tiny, expected_triples(tiny), {"method": spire(num_layers=1)}) > 1e-6
+
+
+def test_the_length_of_a_chain_does_not_depend_on_what_is_drawn(tiny: TinyPair) -> None:
+    length_does_not_depend_on_what_is_drawn(LLM(str(tiny.target), speculative_config={"method": spire(num_layers=1)}))
 
 
 def test_a_layout_that_stores_rows_in_its_own_way_is_refused(tiny: TinyPair) -> None:

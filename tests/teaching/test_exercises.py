@@ -7,6 +7,7 @@ import itertools
 from functools import cache
 
 import pytest
+import torch
 
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import call, named_inputs
@@ -95,6 +96,13 @@ def test_reference_changes_no_input_and_repeats_itself(exercise: Exercise):
         assert exact(first.value, second.value) is None, f"{case.label}: two calls differ"
         before = named_inputs(exercise, again.args, again.kwargs)
         assert exact(before, named_inputs(exercise, case.args, case.kwargs)) is None, f"{case.label}: cases differ"
+
+
+@every_exercise
+def test_making_the_cases_leaves_the_random_numbers_of_the_notebook_alone(exercise: Exercise):
+    before = torch.get_rng_state()
+    exercise.all_cases()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @every_exercise

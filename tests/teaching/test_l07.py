@@ -15,7 +15,8 @@ from minillm.teaching.exercises.l07_continuous_batching import (
     share_budget,
     static_steps,
 )
-from minillm.teaching.workshop.l07_serving import starts_and_ends
+from minillm.teaching.workshop.l07_serving import Served, starts_and_ends
+from minillm.trace import StepRan, Trace, Work
 from minillm.trace.static_batching import Job, static_schedule
 
 WANTED = st.lists(st.integers(1, 60), min_size=1, max_size=9)
@@ -66,6 +67,13 @@ def test_the_lengths_have_a_heavy_tail():
     lengths = heavy_tailed_lengths(32)
     assert lengths == heavy_tailed_lengths(32)
     assert max(lengths) > 8 * sorted(lengths)[16]
+
+
+@pytest.mark.parametrize(("again", "stall"), [("decode", 9), ("prefill", 0)])
+def test_a_stall_is_a_wait_of_a_decoding_request_and_not_of_a_preempted_one(again: str, stall: int):
+    kinds = {1: "prefill", 2: "decode", 12: again, 13: "decode"}
+    steps = [StepRan(n, [Work("0", kinds[n], n, 1)] if n in kinds else []) for n in range(1, 14)]
+    assert Served([], len(steps), [], Trace(steps)).longest_stall() == stall
 
 
 def _shortest_first(wanted: list[int], budget: int) -> list[int]:

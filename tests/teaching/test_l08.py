@@ -232,6 +232,12 @@ def test_loads_without_other_are_found_in_the_source(load: str, count: int):
         ("if n:\n        x = tl.load(p + c)", 1),
         ("x = tl.load(p + c[:, None] * n)", 1),
         ("m = tl.max(tl.load(p + c, mask=c < n), 0)\n    x = tl.load(p + m)", 0),
+        ("r, d = 0, tl.arange(0, 8)\n    x = tl.load(p + d)", 1),
+        ("r, d = 0, tl.arange(0, 8)\n    x = tl.load(p + r)", 0),
+        ("row, c = c, row\n    x = tl.load(p + c)", 0),
+        ("d: tl.tensor = tl.arange(0, 8)\n    x = tl.load(p + d)", 1),
+        ("c %= n\n    x = tl.load(p + c)", 0),
+        ("c = tl.load(p + c)", 1),
     ],
 )
 def test_loads_without_a_mask_are_found_in_the_source(line: str, count: int):

@@ -13,6 +13,7 @@ from minillm.speculative.rejection_sampler import AcceptRule, rejection_sample
 from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l10_speculative_decoding import EXERCISES, accept_rule, residual, rollback, verify_chain
 from minillm.teaching.workshop import l10_checks as checks
+from minillm.teaching.workshop import l10_engine
 from minillm.teaching.workshop.l10_broken import BROKEN, FullTarget, OpenFilter
 from minillm.teaching.workshop.l10_engine import (
     ChainRule,
@@ -100,6 +101,19 @@ def test_a_learners_wrong_round_is_not_replaced_by_the_engines(tiny: TinyPair):
 
     [wrong] = engine(tiny, ChainRule(verify=first_unseen)).generate([PROMPT], params, use_tqdm=False)
     assert wrong.outputs[0].token_ids.count(5) > 5
+
+
+def test_drafts_are_put_where_the_probabilities_are(monkeypatch: pytest.MonkeyPatch):
+    places = []
+
+    def distribution(drafts: torch.Tensor, probs: None, like: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        places.append(drafts.device.type)
+        return like[first:end]
+
+    monkeypatch.setattr(l10_engine, "draft_distribution", distribution)
+    rule = ChainRule(verify=lambda drafts, p, q, uniforms: [1])
+    [verdict] = rule.verdicts([[1, 2]], [None], torch.empty(3, 6, device="meta"), [0], [0])
+    assert places == ["meta"] and verdict.token_ids == [1]
 
 
 def test_texts_of_the_engine_are_tested_against_the_targets_own_probabilities(tiny: TinyPair):

@@ -197,10 +197,19 @@ def test_a_step_of_a_cluster_reads_or_computes_and_then_exchanges() -> None:
             input=x, weight=w.chunk(size)[rank], bias=b.chunk(size)[rank]
         ),
         lambda x, w, b, rank, size: torch.addmm(b.chunk(size)[rank], x, w.T.contiguous().chunk(size, 1)[rank]),
+        lambda x, w, b, rank, size: torch.addmm(input=b.chunk(size)[rank], mat1=x, mat2=w.chunk(size)[rank].T),
+        lambda x, w, b, rank, size: b.chunk(size)[rank].addmm(mat1=x, mat2=w.chunk(size)[rank].T),
+        lambda x, w, b, rank, size: torch.inner(x, w.chunk(size)[rank]) + b.chunk(size)[rank],
     ],
 )
 def test_other_split_products_pass(answer) -> None:
     assert check_function("l16.column_parallel", answer).passed
+
+
+@pytest.mark.parametrize("product", [torch.inner, lambda x, w: torch.linalg.matmul(x, w.T)])
+def test_products_with_the_whole_matrix_are_not_split(product) -> None:
+    answer = lambda x, w, b, rank, size: (product(x, w) + b).chunk(size, 1)[rank]  # noqa: E731
+    assert not check_function("l16.column_parallel", answer).passed
 
 
 @pytest.mark.parametrize(
@@ -219,6 +228,21 @@ def test_other_split_products_pass(answer) -> None:
             ),
             1,
         ),
+        (
+            lambda parts, w, b: (
+                sum(torch.einsum("...i,oi->...o", p, c) for p, c in zip(parts, w.chunk(len(parts), 1), strict=True)) + b
+            ),
+            1,
+        ),
+        (
+            lambda parts, w, b: (
+                sum(torch.tensordot(p, c.T, 1) for p, c in zip(parts, w.chunk(len(parts), 1), strict=True)) + b
+            ),
+            1,
+        ),
+        (lambda parts, w, b: torch.inner(torch.cat(parts, 1), w) + b, 0),
+        (lambda parts, w, b: torch.tensordot(torch.cat(parts, 1), w.T, 1) + b, 0),
+        (lambda parts, w, b: torch.einsum("...i,oi->...o", torch.cat(parts, 1), w) + b, 0),
         (lambda parts, w, b: torch.nn.functional.linear(torch.cat(parts, 1), w, b), 0),
         (lambda parts, w, b: torch.einsum("ti,oi->to", torch.cat(parts, 1), w) + b, 0),
         (lambda parts, w, b: torch.addmm(b, torch.cat(parts, 1), w.T), 0),
@@ -254,6 +278,14 @@ def test_a_script_runs_on_vllm_if_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "vllm", type("vllm", (), {"LLM": lambda model: model}))
     trace, where = l16_vllm.run_or_recorded(script, "m", ["a"])
     assert "cannot be watched" in where and "recorded" in where and isinstance(trace, Trace)
+
+    def without_gpu(model: str) -> None:
+        raise RuntimeError("Failed to infer device type\nand how to find out why")
+
+    monkeypatch.setitem(__import__("sys").modules, "vllm", type("vllm", (), {"LLM": without_gpu}))
+    trace, where = l16_vllm.run_or_recorded(script, "m", ["a"])
+    assert "did not run (RuntimeError: Failed to infer device type): this is a recorded run" in where
+    assert isinstance(trace, Trace)
 
 
 def test_the_recorded_run_is_the_one_that_is_tested() -> None:

@@ -164,6 +164,11 @@ def test_a_replaced_matrix_changes_the_loss_and_comes_back(model) -> None:
     assert len({plain, *seen}) == 3 and measure.loss(model, ids, 30) == plain
 
 
+def test_a_last_piece_of_one_token_adds_nothing_to_the_loss(model) -> None:
+    ids = torch.tensor([3 + i * i % 90 for i in range(61)])
+    assert measure.loss(model, ids, 30) == measure.loss(model, ids[:60], 30)
+
+
 def test_int4_is_smaller_and_coarser_than_int8() -> None:
     weight = numbers(64, 128)
     (eight, near), (four, far) = (measure.rounded(weight, bits) for bits in (8, 4))
