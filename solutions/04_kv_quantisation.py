@@ -45,7 +45,7 @@ from minillm.viz.tensors.error_map import ErrorMap
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
-PLAIN = {"enforce_eager": True}  # plain PyTorch: what is counted here is what runs
+PLAIN = {"device": "cpu", "enforce_eager": True}  # plain PyTorch: what is counted here is what runs
 llm = LLM(NAME, **PLAIN)
 config = llm.engine.runner.model.config
 DIM = config.head_dim

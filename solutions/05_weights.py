@@ -41,7 +41,7 @@ from minillm.viz.charts import Axis, LineChart, Series
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
-PLAIN = {"dtype": "float32", "enforce_eager": True}  # plain PyTorch: what is counted here is what runs
+PLAIN = {"device": "cpu", "dtype": "float32", "enforce_eager": True}  # plain PyTorch: what is counted here is what runs
 llm = LLM(NAME, **PLAIN)
 runner = llm.engine.runner
 model, config, tokenizer = runner.model, runner.model.config, llm.engine.tokenizer

@@ -44,7 +44,7 @@ torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 prompts = [p.prompt for p in held_out_prompts(24)]
-PLAIN = {"enforce_eager": True}  # plain PyTorch, operation by operation
+PLAIN = {"device": "cpu", "enforce_eager": True}  # plain PyTorch, operation by operation
 llm = LLM(NAME, **PLAIN, enable_prefix_caching=False)
 config, tokenizer = llm.engine.runner.model.config, llm.engine.tokenizer
 CONTEXT = llm.max_model_len
@@ -461,7 +461,7 @@ sharing = MyScheduler.cache = None
 SIZES = (1, 4, 16, 64, 256)
 measured = {}
 for size in SIZES:
-    engine = LLM(NAME, block_size=size, enable_prefix_caching=False)
+    engine = LLM(NAME, device="cpu", block_size=size, enable_prefix_caching=False)
     measured[size] = average_waste(engine, prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     del engine
 print("block size   wasted slots per request   filled")

@@ -363,7 +363,7 @@ def engine(rule="standard", gamma: int = 4, drafter: str | None = DRAFT_NAME) ->
     """The target with a draft model, or alone."""
     config = {"method": "draft_model", "model": drafter, "num_speculative_tokens": gamma, "adaptive": False}
     speculative = {**config, "rejection_sample_method": rule} if drafter else None
-    return LLM(NAME, dtype="float32", num_kv_blocks=512, max_num_seqs=64, speculative_config=speculative)
+    return LLM(NAME, device="cpu", dtype="float32", num_kv_blocks=512, max_num_seqs=64, speculative_config=speculative)
 
 
 mine, alone = engine(ChainRule(verify=my_verify)), engine(drafter=None)

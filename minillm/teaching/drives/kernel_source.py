@@ -34,16 +34,13 @@ def unmasked_loads(tree: ast.FunctionDef | None) -> list[str]:
     condition keeps its offsets inside the tensor, it needs no mask. Only the source is examined; the kernel does not
     run.
     """
-    found, kinds = [], {}
+    found: list[str] = []
+    kinds: dict[str, str] = {}
     for node in _in_order(tree.body if tree else []):
-        if isinstance(node, (ast.Assign, ast.AugAssign)):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(target, ast.Name):
-                before = kinds.get(target.id, "number") if isinstance(node, ast.AugAssign) else "number"
-                kinds[target.id] = _kind(node.value, kinds) if before == "number" else before
         for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
             if _is_load(call) and not _is_masked(call) and _kind(call.args[0], kinds) == "block":
                 found.append(ast.unparse(call))
+        kinds.update({name: _kind(value, kinds) for name, value in _bound(node)})
     return found
 
 
@@ -75,6 +72,22 @@ def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _in_order(inner)
         else:
             yield node
+
+
+def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a simple statement binds, each with the expression that it is bound to, as far as it shows one."""
+    pairs: list[tuple[ast.expr, ast.expr]] = []
+    if isinstance(node, ast.Assign):
+        pairs = [(target, node.value) for target in node.targets]
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        pairs = [(node.target, node.value)]
+    elif isinstance(node, ast.AugAssign):
+        pairs = [(node.target, ast.BinOp(node.target, node.op, node.value))]
+    for target, value in pairs:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs += zip(target.elts, value.elts, strict=False)
+        elif isinstance(target, ast.Name):
+            yield target.id, value
 
 
 def _kind(node: ast.expr, kinds: Mapping[str, str]) -> str:

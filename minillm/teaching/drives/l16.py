@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Function = Callable[..., Any]
-PRODUCTS = {"matmul", "__matmul__", "mm", "bmm", "mv", "dot", "linear"}
+PRODUCTS = {"matmul", "__matmul__", "linalg_matmul", "mm", "bmm", "mv", "dot", "inner", "linear"}
 ADDED_PRODUCTS = {"addmm", "addmv", "addbmm", "baddbmm"}
+OTHER_AXES = "0123456789"
+"""In an einsum, letters for the axes that `...` stands for."""
 
 
 class Products(TorchFunctionMode):
@@ -22,12 +24,16 @@ class Products(TorchFunctionMode):
         self.results = self.inputs = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in PRODUCTS:
             self._count(found, (args[0] if args else kwargs["input"]).shape[-1])
         elif name in ADDED_PRODUCTS:
-            self._count(found, args[1].shape[-1])
+            named = next((kwargs[key] for key in ("mat1", "mat", "batch1") if key in kwargs), None)
+            self._count(found, (args[1] if named is None else named).shape[-1])
+        elif name == "tensordot":  # both operands have the inputs: together they have results · inputs² numbers
+            self._count(found, isqrt(args[0].numel() * args[1].numel() // max(1, found.numel())))
         elif name == "einsum" and isinstance(args[0], str):
             self._count(found, _summed(args[0], args[1:]))
         return found
@@ -37,19 +43,17 @@ class Products(TorchFunctionMode):
 
 
 def _summed(equation: str, operands: Sequence[Any]) -> int:
-    """How many products are added for one result of an einsum; 0 if the equation leaves letters out."""
+    """How many products are added for one result of an einsum."""
     names, arrow, out = equation.replace(" ", "").partition("->")
-    if not arrow:  # then the result has the letters that occur once
-        out = "".join(letter for letter in names if names.count(letter) == 1)
+    if not arrow:  # then the result has the axes of `...`, and the letters that occur once
+        out = "..." + "".join(letter for letter in names if names.count(letter) == 1)
     tensors = operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
-    if "." in names:
-        return 0
-    sizes = {
-        letter: size
-        for word, x in zip(names.split(","), tensors, strict=True)
-        for letter, size in zip(word, x.shape, strict=True)
-    }
-    return prod(size for letter, size in sizes.items() if letter not in out)
+    sizes: dict[str, int] = {}
+    for word, x in zip(names.split(","), tensors, strict=True):
+        others = x.dim() - len(word.replace("...", ""))
+        letters = word.replace("...", OTHER_AXES[len(OTHER_AXES) - others :])
+        sizes.update(zip(letters, x.shape, strict=True))
+    return prod(size for letter, size in sizes.items() if letter not in out.replace("...", OTHER_AXES))
 
 
 def own_outputs(function: Function, x: Tensor, weight: Tensor, bias: Tensor, rank: int, size: int) -> dict[str, object]:

@@ -417,6 +417,7 @@ OUTLIERS = (
     WrongVersion("splits off the smallest weights", _by_size(lambda w: -w.abs())),
     WrongVersion("splits off one weight too many", _by_size(torch.abs, lambda wanted: int(wanted) + 1)),
     WrongVersion("rounds the number of outliers up; int() rounds down", _by_size(torch.abs, math.ceil)),
+    WrongVersion("rounds the number of outliers to the nearest; int() rounds down", _by_size(torch.abs, round)),
     WrongVersion("uses share as a percentage", _by_size(torch.abs, lambda wanted: int(wanted / 100))),
     WrongVersion("applies the share to every row instead of to the whole matrix", _per_row),
     WrongVersion("splits off all weights near the largest one instead of a share of the weights", _near_the_largest),

@@ -197,6 +197,7 @@ _OUTLIERS = Exercise(
         Case("both outliers in one row", (torch.tensor([[0.1, 9.0, -8.0, 0.2], [0.3, 0.2, 0.1, 0.4]]), 0.25)),
         Case("two of three that are equally large", (torch.tensor([[0.5, -0.5], [0.5, 0.1]]), 0.5)),
         Case("a share that is no whole number of weights: 1.2 of 6", (torch.tensor([[1.0, 5, 2], [4, 3, 0.5]]), 0.2)),
+        Case("a share that is almost two weights: 1.8 of 6", (torch.tensor([[1.0, 5, 2], [4, 3, 0.5]]), 0.3)),
         Case("2% of a larger matrix", (_random(10, 20, seed=17), 0.02)),
         Case("half of a matrix of 400", (_random(20, 20, seed=17), 0.5)),
         Case("none at all", (torch.tensor([[0.1, 0.9], [0.3, -0.2]]), 0.0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from minillm.teaching.drives.l06 import TEXT, use_find, use_own
 from minillm.teaching.exercise import Case, Exercise
@@ -85,22 +86,26 @@ _SLOTS = Exercise(
 
 
 def _attention_cases() -> list[Case]:
-    torch.manual_seed(6)
-    keys, values = torch.randn(2, 16, 1, 2)
+    draw = torch.Generator().manual_seed(6)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    keys, values = random(2, 16, 1, 2)
     written = torch.zeros(16, dtype=torch.bool)
     written[[4, 5, 12, 13, 14, 15]] = True  # six tokens in the blocks 3 and 1
     unwritten = ~written[:, None, None]
-    two_heads = torch.randn(2, 16, 2, 2)
+    two_heads = random(2, 16, 2, 2)
     holes = [x.masked_fill(unwritten, float("nan")) for x in (keys, values)]
     return [
-        Case("one new token, two scattered blocks", (torch.randn(1, 1, 2), keys, values, [3, 1], 6, 4)),
-        Case("a prompt of three tokens", (torch.randn(3, 1, 2), keys, values, [2], 3, 4)),
-        Case("two new tokens after five", (torch.randn(2, 1, 2), keys, values, [1, 0], 7, 4)),
-        Case("two query heads share one KV head", (torch.randn(1, 2, 2), keys, values, [2, 3], 7, 4)),
-        Case("unwritten slots hold NaN", (torch.randn(2, 1, 2), *holes, [3, 1], 6, 4)),
+        Case("one new token, two scattered blocks", (random(1, 1, 2), keys, values, [3, 1], 6, 4)),
+        Case("a prompt of three tokens", (random(3, 1, 2), keys, values, [2], 3, 4)),
+        Case("two new tokens after five", (random(2, 1, 2), keys, values, [1, 0], 7, 4)),
+        Case("two query heads share one KV head", (random(1, 2, 2), keys, values, [2, 3], 7, 4)),
+        Case("unwritten slots hold NaN", (random(2, 1, 2), *holes, [3, 1], 6, 4)),
         Case(
             "four query heads, two KV heads: the first two read the first",
-            (torch.randn(2, 4, 2), *two_heads, [1, 3], 6, 4),
+            (random(2, 4, 2), *two_heads, [1, 3], 6, 4),
         ),
     ]
 

@@ -89,7 +89,10 @@ class Served:
         return sum(request.output_token_ids == list(tokens) for request, tokens in pairs)
 
     def longest_stall(self) -> int:
-        """Most steps in a row in which a request that had begun to run got no token."""
+        """Most steps in a row in which a decoding request got no token.
+
+        The wait after a preemption is not counted: the request decodes again once its prompt is computed again.
+        """
         last_seen: dict[str, int] = {}
         longest = 0
         for number, step in enumerate(self.trace.of(StepRan), 1):

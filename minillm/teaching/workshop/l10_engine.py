@@ -43,7 +43,8 @@ class ChainRule(AcceptRule):
             if not drafts:
                 found.append(Verdict(sample(p, [uniform(seed, index, Draw.SAMPLE)]).tolist(), 0))
                 continue
-            q = draft_distribution(torch.tensor(drafts), q, target_probs, 0, k)  # one-hot rows if q is None
+            ids = torch.tensor(drafts, device=target_probs.device)
+            q = draft_distribution(ids, q, target_probs, 0, k)  # one-hot rows if q is None
             uniforms = [uniform(seed, index + i, Draw.ACCEPT) for i in range(k)]
             tokens = self.verify(list(drafts), p, q, [*uniforms, uniform(seed, index, Draw.RECOVER)])
             found.append(Verdict(tokens, len(tokens) - 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ RECORDED = Path(__file__).with_name("vllm_drafted.jsonl")
 
 
 def run_or_recorded(script: str, model: str, prompts: Sequence[str]) -> tuple[Trace, str]:
-    """The trace of `script` on vLLM, or the recorded one; and which of both it is, in words.
+    """The trace of `script` on vLLM, or the recorded one; and which of both it is, in words, with the reason.
 
     `script` has `{module}` where it names the module, and uses `model`, `prompts` and `watch`.
     """
@@ -25,8 +24,12 @@ def run_or_recorded(script: str, model: str, prompts: Sequence[str]) -> tuple[Tr
     if find_spec("vllm") is not None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # `of_vllm` watches the engine in this process
         names: dict[str, Any] = {"model": model, "prompts": list(prompts), "watch": of_vllm}
-        reason = "the vLLM here cannot be watched"
-        with suppress(UnsupportedError):
+        try:
             exec(script.format(module="vllm"), names)
             return names["trace"], "vLLM has just run here"
+        except UnsupportedError:
+            reason = "the vLLM here cannot be watched"
+        except Exception as problem:  # without a GPU, with too little memory, …: vLLM raises many kinds of errors
+            [words, *_] = [*str(problem).splitlines(), "no message"]
+            reason = f"the vLLM here did not run ({type(problem).__name__}: {words[:120]})"
     return Trace.load(RECORDED), f"{reason}: this is a recorded run of vLLM 0.32"

@@ -45,13 +45,15 @@ def hidden_states(model: Decoder, token_ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def loss(model: Decoder, token_ids: Tensor, length: int = 512) -> float:
-    """Mean negative log-probability of the next token, nats, over pieces of `length` tokens."""
+    """Mean negative log-probability of the next token, nats, over pieces of `length` tokens.
+
+    The first token of a piece is given, so a last piece of one token adds nothing.
+    """
+    pieces = [piece for piece in token_ids.split(length) if len(piece) > 1]
     lost = [
-        F.cross_entropy(model.logits(hidden_states(model, piece[:-1])), piece[1:], reduction="sum")
-        for piece in token_ids.split(length)
-        if len(piece) > 1
+        F.cross_entropy(model.logits(hidden_states(model, piece[:-1])), piece[1:], reduction="sum") for piece in pieces
     ]
-    return float(torch.stack(lost).sum()) / (len(token_ids) - len(lost))
+    return float(torch.stack(lost).sum()) / sum(len(piece) - 1 for piece in pieces)
 
 
 @contextmanager
