@@ -15,7 +15,7 @@ CLOSE = 0.15
 GOAL = 0.97
 """The least speed that adaptive drafting should have."""
 FEW_DRAFTS = 0.03
-"""Below this share of steps with drafts, adaptive drafting has found that drafts do not pay."""
+"""Below this share of steps with drafts, adaptive drafting counts as resting."""
 
 
 def speculation(how: Callable[[str, Result], str]) -> str:
@@ -155,9 +155,9 @@ def _resting(rows: Sequence[Result]) -> str:
     every = list(itertools.chain.from_iterable(speeds.values()))
     lowest, mean = min(((name, statistics.mean(own)) for name, own in speeds.items()), key=lambda pair: pair[1])
     return (
-        f"In {len(every)} adaptive lines less than {FEW_DRAFTS:.0%} of the steps have drafts, because drafts do not "
-        f"pay there. On average these run at {statistics.mean(every):.2f}×; {lowest} has the lowest mean of a method, "
-        f"{mean:.2f}×."
+        f"In {len(every)} adaptive lines less than {FEW_DRAFTS:.0%} of the steps have drafts: the engine predicts that "
+        f"they do not pay. On average these lines run at {statistics.mean(every):.2f}×; {lowest} has the lowest mean "
+        f"of a method, {mean:.2f}×."
     )
 
 

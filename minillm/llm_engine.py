@@ -119,7 +119,7 @@ class LLMEngine:
             ended = self._ended_among(self._groups)
             cumulative = RequestOutputKind.CUMULATIVE
             told = {name for name in grown if self._groups[name][0].params.output_kind is cumulative}.union(ended)
-            groups = sorted(map(self._groups.__getitem__, told), key=lambda group: group[0].arrival)
+            groups = sorted((self._groups[name] for name in told), key=lambda group: group[0].arrival)
             outputs = [self.output(group) for group in groups]
             for name in ended:  # last, so that an interrupt before loses no output
                 del self._groups[name]
@@ -349,16 +349,18 @@ class LLMEngine:
         token_ids = list(token_ids)
         if not token_ids:
             raise PromptError("the prompt is empty; give at least one token")
-        vocab_size = self.engine.runner.model.config.vocab_size
-        for position, token in enumerate(token_ids):
-            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                raise PromptError(
-                    f"prompt token {position} is {token!r}; ids must be integers from 0 to {vocab_size - 1}"
-                )
+        check_token_ids(token_ids, self.engine.runner.model.config.vocab_size)
         token_ids = list(map(int, token_ids))  # NumPy's integers too
         if text is None:
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
         return text, token_ids, salt
+
+
+def check_token_ids(token_ids: Sequence[Any], vocab_size: int) -> None:
+    """Raise `PromptError` for what is no token of the vocabulary."""
+    for position, token in enumerate(token_ids):
+        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise PromptError(f"prompt token {position} is {token!r}; ids must be integers from 0 to {vocab_size - 1}")
 
 
 def check_sampling_params(params: SamplingParams | None) -> None:

@@ -174,7 +174,7 @@ def test_what_resting_costs_is_the_mean_of_the_lines_with_few_drafts(figures: Mo
     rows = [{"system": name, "ratio": ratio, "config": {"rounds_with_drafts": s}} for name, ratio, s in lines]
     said = page._resting(rows)
     assert said.startswith("In 3 adaptive lines less than 3% of the steps have drafts")
-    assert "these run at 0.96×; heads has the lowest mean of a method, 0.92×." in said
+    assert "these lines run at 0.96×; heads has the lowest mean of a method, 0.92×." in said
 
 
 def test_a_drafting_method_that_changes_tokens_is_named(

@@ -15,10 +15,10 @@ from the prefix cache, and steps with the rest of a prompt do not count. Per row
     c, v          seconds of a round's drafting and of the rest of it, over those of a plain step             measured
     predicted     τ over the mean cost of a step, which is c + v with drafts and 1 without                   modelled
 
-Plain decoding has two engines, which take turns: a method runs between one and the other, so that a lucky place in
-memory of one engine does not count against all methods. It also runs once in each round in the place of a method: how
-far the ratio of this row is from 1 is noise. Each run begins with a few tokens that do not count, so that no engine
-finds more of its weights in the processor's caches than another.
+Plain decoding has two engines, which take turns: each method runs between one and the other, because equal engines are
+not equally fast, and the speed of a single one would count against all methods. It also runs once in each round in the
+place of a method: how far the ratio of this row is from 1 is noise. Each run begins with a few tokens that do not
+count, so that no engine finds more of its weights in the processor's caches than another.
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
 drafts of all runs, without the shortest and longest twentieth of them. A shape with random weights has a draft of
 random weights, too, and drafts are accepted at given rates.

@@ -26,7 +26,8 @@ from minillm.errors import ConfigError
 PADDED_DEVICES = ("cuda",)
 """Device types on which one padded attention call is faster than one call per request."""
 MOST = 2**31 - 1
-"""The largest value of an integer option of a layout: positions are compared with it in int64."""
+"""The largest value of an integer option of a layout. It is far above any context; one beyond int64 could not be
+compared with positions."""
 
 
 @dataclass(frozen=True)

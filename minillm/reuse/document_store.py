@@ -38,12 +38,13 @@ from safetensors.torch import save_file
 from minillm.config import at_least
 from minillm.errors import CheckpointError, PromptError
 from minillm.llm import LLM
+from minillm.llm_engine import check_token_ids
 from minillm.models.config import ModelConfig
 from minillm.models.fingerprint import digest_of_weights
 from minillm.models.loading import resolve
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
-from minillm.reuse.scratch import Scratch, check_prefix_caching, check_tokens
+from minillm.reuse.scratch import Scratch, check_prefix_caching
 
 _ROTATIONS = count(1)
 """Numbers for other ways to move keys."""
@@ -153,7 +154,7 @@ class DocumentStore:
             found = self.llm.engine.tokenizer.encode(text, add_special_tokens)
         if not found:
             raise PromptError("a document or question without tokens cannot be stored or asked; give it text")
-        check_tokens(self.llm.engine, found)
+        check_token_ids(found, self.llm.engine.runner.model.config.vocab_size)
         return found
 
     def _write(self, path: Path, span: KVSpan) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 
 from minillm.errors import PromptError
 from minillm.llm import LLM
+from minillm.llm_engine import check_token_ids
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
-from minillm.reuse.scratch import Scratch, check_prefix_caching, check_tokens
+from minillm.reuse.scratch import Scratch, check_prefix_caching
 
 
 def edited_prompt(
@@ -47,7 +48,7 @@ def edited_prompt(
     if not isinstance(salt, str) or not salt:
         raise PromptError("edited keys and values are approximate and need a salt of their own; give salt='some name'")
     after = [*token_ids[:start], *new_ids, *token_ids[stop:]]
-    check_tokens(llm.engine, after)
+    check_token_ids(after, llm.engine.runner.model.config.vocab_size)
     room = Scratch(llm, len(after))
     before = _stored(llm, token_ids)
     config = llm.engine.runner.model.config

@@ -35,12 +35,13 @@ from torch import Tensor, nn
 from minillm.batch import Segment
 from minillm.errors import ConfigError, PromptError, UnsupportedError
 from minillm.llm import LLM
+from minillm.llm_engine import check_token_ids
 from minillm.models.decoder import DecoderLayer
 from minillm.ops.linear import Linear
 from minillm.ops.rms_norm import rms_norm
 from minillm.ops.rope import rope
 from minillm.reuse.kv_span import KVSpan
-from minillm.reuse.scratch import Scratch, check_tokens
+from minillm.reuse.scratch import Scratch
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Offloader:
             raise PromptError("a text of 0 tokens has nothing to offload; give at least one")
         runner, inputs = self.llm.engine.runner, _LayerInputs()
         with Scratch(self.llm, len(token_ids)) as scratch:
-            check_tokens(self.llm.engine, token_ids)
+            check_token_ids(token_ids, runner.model.config.vocab_size)
             hooks = [layer.register_forward_pre_hook(inputs) for layer in runner.model.layers]
             try:
                 batch = runner.batch([Segment(list(token_ids), 0, scratch.blocks)])

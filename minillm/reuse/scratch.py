@@ -16,16 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from minillm.batch import Segment
 from minillm.cache.prefix import extend_block_hashes
-from minillm.engine.engine import Engine
 from minillm.errors import PromptError, RequestTooLargeError, UnsupportedError
 from minillm.llm import LLM
+from minillm.llm_engine import check_token_ids
 from minillm.reuse.kv_span import KVSpan
 
 
@@ -35,14 +34,6 @@ def check_prefix_caching(llm: LLM) -> None:
         raise UnsupportedError(
             "with enable_prefix_caching=False no request can find keys and values that are reused; leave it out"
         )
-
-
-def check_tokens(engine: Engine, token_ids: Sequence[int]) -> None:
-    """Raise `PromptError` for what is no token of the vocabulary."""
-    vocab = engine.runner.model.config.vocab_size
-    for token in token_ids:
-        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab:
-            raise PromptError(f"token {token!r} is not in the vocabulary; ids must be integers from 0 to {vocab - 1}")
 
 
 class Scratch:
@@ -118,7 +109,7 @@ class Scratch:
         are no tokens."""
         if not token_ids:
             raise PromptError("0 tokens have no logits; give at least one")
-        check_tokens(self.engine, token_ids)
+        check_token_ids(token_ids, self.runner.model.config.vocab_size)
         most = self.engine.scheduler.config.max_num_batched_tokens
         cuts = [*range(0, len(token_ids), most), len(token_ids)]
         for first, last in pairwise(cuts):

@@ -50,6 +50,7 @@ from minillm.models.decoder import Decoder
 from minillm.ops.dispatch import implementations
 from minillm.ops.triton.machine import FLOATS, power_of_two
 from minillm.ops.triton.tiling import AttentionMetadata, HeadShape, StepSizes, Tiling
+from minillm.runtime.capture_failure import capture_failure
 from minillm.runtime.gpu_step import FORMATS, Ops, Weights, forward, is_capturable
 from minillm.runtime.runner import ObservedStep
 from minillm.runtime.step_inputs import Shape, StepInputs, query_starts
@@ -150,9 +151,7 @@ class CudaCapture:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 function()
         except RuntimeError as problem:
-            reason = problem.__context__ or problem  # the end of a failed capture raises an error of its own
-            if not isinstance(reason, Exception):  # an interrupt
-                raise reason from None
+            reason = capture_failure(problem)
             raise CaptureError(str(reason)) from reason
         finally:
             torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minillm.runtime.capture_failure import capture_failure
+
 Step = Callable[[Tensor, Tensor], Tensor]
 """`step(inputs, targets)`: one update of all parameters. Returns the loss before it, a tensor of no dimensions."""
 
@@ -74,9 +76,7 @@ class CapturedStep:
             with torch.cuda.graph(graph, stream=self.stream):  # records the kernels, runs none
                 loss = self.step(mine, theirs)
         except RuntimeError as problem:
-            reason = problem.__context__ or problem  # the end of a failed capture raises another error than the step
-            if not isinstance(reason, Exception):  # an interrupt
-                raise reason from None
+            reason = capture_failure(problem)
             self._can_capture = False
             line = (str(reason).splitlines() or [type(reason).__name__])[0][:200]
             tqdm.write(f"training runs without CUDA graphs, several times slower: {line}")

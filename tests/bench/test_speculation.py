@@ -221,7 +221,7 @@ def test_a_run_that_counts_begins_with_a_few_tokens_that_do_not(
 def test_every_run_of_a_method_is_between_the_two_engines_of_plain_decoding(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So an engine of plain decoding with a lucky place in memory is the baseline as often as the other one."""
+    """So both engines of plain decoding, which are not equally fast, are the baseline equally often."""
     used: list[tuple[str, str]] = []
     generate = SliceRun._generate
 

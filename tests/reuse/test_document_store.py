@@ -222,7 +222,7 @@ def test_a_store_that_moves_keys_differently_is_not_found_in_the_prefix_cache(ll
 
 def test_tokens_outside_the_vocabulary_are_refused_before_they_are_computed(llm: LLM, store: DocumentStore) -> None:
     for token in (10**9, -1, 5.7, True, "x"):
-        with pytest.raises(PromptError, match=f"token {token!r} is not in the vocabulary"):
+        with pytest.raises(PromptError, match=f"prompt token 1 is {token!r}; ids must be integers"):
             store.add([5, token])
     with pytest.raises(PromptError, match="not bytes; decode it"):
         store.add(b"def f")

@@ -171,7 +171,7 @@ def test_an_edit_that_does_not_fit_is_refused_before_the_text_is_computed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.engine.runner, "run", lambda segments: pytest.fail("it was computed"))
-    with pytest.raises(PromptError, match="token 1000000000 is not in the vocabulary"):
+    with pytest.raises(PromptError, match="prompt token 1 is 1000000000; ids must be integers"):
         edited_prompt(llm, [1, 2, 3, 4], 1, 2, [10**9], salt="a")
     with pytest.raises(RequestTooLargeError, match="303 tokens are more than max_model_len"):
         edited_prompt(llm, [1, 2, 3, 4], 1, 2, [5] * 300, salt="a")

@@ -77,17 +77,22 @@ def test_the_first_batch_of_a_shape_runs_and_the_second_is_captured(calls):
     assert done == [("run", 2, 1), ("replayed", 2, 2), ("run", 3, 3), ("replayed", 2, 4), ("replayed", 3, 5)]
 
 
-def test_a_step_that_cannot_be_captured_runs_as_it_is(calls, monkeypatch, capsys):
-    step, seen = calls
-    tries = []
+def refused_capture(tries):
+    """A capture that fails when it begins, and adds its stream to `tries`."""
 
     @contextmanager
-    def broken(graph, stream):
-        tries.append(graph)
+    def capture(graph, stream):
+        tries.append(stream)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
         yield
 
-    monkeypatch.setattr(torch.cuda, "graph", broken)
+    return capture
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is(calls, monkeypatch, capsys):
+    step, seen = calls
+    tries = []
+    monkeypatch.setattr(torch.cuda, "graph", refused_capture(tries))
     captured = CapturedStep(step, torch.device("cpu"))
     for value in (1, 2, 3):
         assert captured(*batch(2, value)) == 8 * value
@@ -149,15 +154,9 @@ def test_steps_share_one_stream(calls, monkeypatch):
         entered.append(stream)
         return nullcontext()
 
-    @contextmanager
-    def capture(graph, stream):
-        entered.append(stream)
-        raise RuntimeError("operation not permitted when stream is capturing")
-        yield
-
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph", refused_capture(entered))
     captured = CapturedStep(calls[0], torch.device("cpu"))
     for value in range(5):
         captured(*batch(2, value))
