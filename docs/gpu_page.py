@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from results import EARLIER, Result, is_of_bundled_weights, load, number, table_head
+from results import EARLIER, Result, is_of_bundled_weights, load, number, revision, table_head
 
 LATEST, FIRST = "gpu", "gpu_first"
 """The latest run, and the first one, from which the stages come that the latest left out."""
@@ -56,38 +56,45 @@ def gpu_words() -> str:
         (m for m in _stage("bundled")["metrics"] if m["name"].startswith("transformers") and m["unit"] == "tokens/s"),
         key=lambda m: m["value"],
     )
+    way = fastest["name"].removesuffix(", decode").removeprefix("transformers ")
     ours = _metric("bundled", "minillm fp32, decode")["value"]
     missed = [f"{WORDS.get(m['name'], m['name'])} ({m['value']:.2f}, asked {m['target']})" for m in _missed()]
     text = (
-        f"On one {load('gpu')['hardware']['gpu']['name']}, `minillm bench gpu` found every kernel within the "
-        f"rounding of its reference, and the same tokens with CUDA graphs as without. A model of "
-        f"the shape of Llama 3.1 8B with random "
+        f"On one {load(LATEST)['hardware']['gpu']['name']}, `minillm bench gpu` (revision {revision(load(LATEST))}) "
+        "found every kernel within the rounding of its reference, and the same tokens with CUDA graphs as without. "
+        "A model of the shape of Llama 3.1 8B with random "
         f"weights in 16 bits decodes {_value('decode', 'half batch 1')} tokens/s at "
         f"{_metric('decode', 'half decode, MBU')['value']:.0%} of the bandwidth of a copy, "
         f"{_metric('decode', 'int8 over half')['value']:.2f}× as many with INT8 weights, and "
         f"{_value('decode', 'half batch 128')} tokens/s with 128 requests at once. The bundled model "
         f"in float32 decodes {number(ours)} tokens/s, {ours / fastest['value']:.1f}× the fastest way of transformers "
-        f"({fastest['name'].removesuffix(', decode').removeprefix('transformers ')}{_earlier('bundled')}). "
+        f"({way}{_earlier('bundled')}).{_cut(LATEST)} "
         f"What missed its target: {'; '.join(missed) or 'nothing'}. All figures: [docs/gpu.md](docs/gpu.md)."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
 def _earlier(stage: str) -> str:
-    """A mark for a stage whose figures are of earlier weights."""
+    """Marks for a stage whose figures are of an earlier run or of earlier weights."""
     run = LATEST if stage in _names(LATEST) else FIRST
-    return "" if is_of_bundled_weights(run) else "; earlier weights"
+    return "; earlier run" * (run == FIRST) + "; earlier weights" * (not is_of_bundled_weights(run))
+
+
+def _cut(run: str) -> str:
+    """Which of the stages that were asked for a run lacks."""
+    cut = [f"`{name}`" for name in load(run)["config"]["stages"] if name not in _names(run)]
+    return f" The run was ended before its stage{'s' * (len(cut) > 1)} {', '.join(cut)}." if cut else ""
 
 
 def _about(run: str) -> str:
     result = load(run)
     hardware, versions = result["hardware"], result["versions"]
-    gpu, changed = hardware["gpu"], " with changes that were not committed" * bool(result["dirty"])
+    gpu = hardware["gpu"]
     weights = "" if is_of_bundled_weights(run) else f" The bundled model was measured {EARLIER}."
     missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for m in _missed(run)]
     text = (
         f"{gpu['name']} ({gpu['total'] / 2**30:.0f} GiB), host {hardware['cpu']['name']}, PyTorch {versions['torch']}, "
-        f"Triton {versions['triton']}, revision {result['revision']}{changed} (`benchmarks/{run}.json`).{weights}"
+        f"Triton {versions['triton']}, revision {revision(result)} (`benchmarks/{run}.json`).{_cut(run)}{weights}"
     )
     lines = [textwrap.fill(text, 120, break_on_hyphens=False), ""]
     lines += ["Missed:" if missed else "No target was missed.", ""]

@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 from ablations_page import ablations
-from results import EARLIER, Result, is_of_bundled_weights, load, number, ratio, row_of, table_head
+from results import EARLIER, Result, is_of_bundled_weights, load, number, ratio, revision, row_of, table_head
 from speculation_page import speculation
 
 COLUMNS = ("prompt_tokens", "condition", "steps", "tokens_per_forward", "kv_bytes_per_token")
 """Values of a row's `config` that have a column of their own, if they are there."""
-UNLIKE = {("batch", "minillm continuous, 32 seats", "vLLM CPU")}
-"""Pairs of a result that are not printed, (file, system, baseline): vLLM ran 8 requests at a time, minillm 32."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,12 @@ def claims() -> str:
     claimed = load("ladder")["config"]["claimed"]
     speeds = ", ".join(f"{name} {claimed[name]['speed']:.2f}×" for name in RUNGS)
     return f"Claimed, over its baseline without any of them: {speeds}."
+
+
+def shared_processors() -> str:
+    """How many processors the HTTP server shares with its clients."""
+    count = load("serve")["config"]["processors"]
+    return f"Server and client share {count} processor{'s' * (count > 1)}."
 
 
 ALL_AT_ONCE = ", 32 seats"
@@ -110,8 +114,9 @@ SECTIONS = (
     Section(
         "serve",
         "The HTTP server with 32 clients",
-        "64 requests of up to 192 prompt tokens and 128 new ones, greedy, float32, without prefix caching. Server and "
-        "client share one core; vLLM's server answers the same client.",
+        "64 requests of up to 192 prompt tokens and 128 new ones, greedy, float32, without prefix caching. vLLM's "
+        "server answers the same client.",
+        derived=shared_processors,
     ),
     Section(
         "prefill", "Prefill", "Prompt tokens until the first new token.", *PROMPT, partial(prefill_peers, "prefill")
@@ -191,9 +196,9 @@ def _how(file: str, result: Result) -> str:
     used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     weights = "" if is_of_bundled_weights(file) else f" Measured {EARLIER}."
     machine = f"{threads}{hardware['name']} ({', '.join(hardware['simd'])})"
-    changed = " with changes that were not committed" * bool(result.get("dirty"))
-    revision = f"Revision {result['revision']}{changed}."
-    return f"{_rounds(result)}{machine}. {used}. {revision}{weights} Results: `benchmarks/{file}.json`."
+    return (
+        f"{_rounds(result)}{machine}. {used}. Revision {revision(result)}.{weights} Results: `benchmarks/{file}.json`."
+    )
 
 
 def _rounds(result: Result) -> str:
@@ -220,8 +225,7 @@ def _table(part: Section, result: Result) -> str:
         peak = first["peak_memory_bytes"]
         cells = [first["system"], *(_cell(first["config"].get(key)) for key in also)]
         cells += [number(first["tokens_per_s"]), f"{first['p50_ms']:.3g}", number(peak and peak / 1e6)]
-        pairs = [r for r in rows if r["baseline"] and (part.file, r["system"], r["baseline"]) not in UNLIKE]
-        cells.append("<br>".join(f"{ratio(row)} {row['baseline']}" for row in pairs))
+        cells.append("<br>".join(f"{ratio(row)} {row['baseline']}" for row in rows if row["baseline"]))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

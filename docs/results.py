@@ -19,7 +19,8 @@ EARLIER = "with an earlier version of the model's weights"
 
 @cache
 def load(file: str) -> Result:
-    """A committed result of `minillm bench`. Raises `ValueError` if its run has not ended."""
+    """A committed result of `minillm bench`. Raises `ValueError` if it says that its run has not ended. (A result of
+    `bench gpu` says which stages were asked for; `gpu_page.py` names those that it lacks.)"""
     result: Result = json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
     if missing := result.get("config", {}).get("unfinished"):
         raise ValueError(f"the run that wrote {file}.json was ended before {', '.join(missing)}; measure again")
@@ -33,6 +34,16 @@ def is_of_bundled_weights(file: str, result: Result | None = None) -> bool:
         return bool(result["weights"] == weights_of(result["weights"]))
     model = result.get("config", {}).get("model", result.get("target"))
     return not weights_of([model])  # a shape with random weights
+
+
+def revision(result: Result) -> str:
+    """The revision that a result was measured at, and what is known of further changes."""
+    changes = {
+        True: " with changes that were not committed",
+        False: "",
+        None: " (whether with further changes was not recorded)",
+    }
+    return f"{result['revision']}{changes[result.get('dirty')]}"
 
 
 def ratio(row: Result) -> str:

@@ -24,7 +24,8 @@ def speculation(how: Callable[[str, Result], str]) -> str:
     rows, again = _lines(result)
     parts = [_head(result, rows), how("speculation", result), *_by_method(rows), _by_text(rows)]
     parts += [_prediction(rows), _noise(rows, again), _resting(rows)]
-    return "\n\n".join([*parts, _larger(load("speculation_0.4b"), how)]) + "\n"
+    parts.append(_larger(load("speculation_0.4b"), how))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _lines(result: Result) -> tuple[list[Result], list[Result]]:
@@ -49,8 +50,7 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
         "are means over the kinds of text, with the lowest and the highest in brackets. What counts is the time of "
         "the steps in which all requests decode; one that ends makes room for the next. `adaptive`, the "
-        "default, drafts as many tokens as it predicts to pay, and rests where that loses. "
-        f"Measured at revision `{result['revision']}`.{_left_out(rows)}"
+        f"default, drafts as many tokens as it predicts to pay, and rests where that loses.{_left_out(rows)}"
     )
 
 
@@ -147,11 +147,13 @@ def _noise(rows: Sequence[Result], again: Sequence[Result]) -> str:
 
 
 def _resting(rows: Sequence[Result]) -> str:
-    """What adaptive drafting costs where drafts do not pay."""
+    """What adaptive drafting costs where drafts do not pay; empty if they pay in all lines."""
     speeds: dict[str, list[float]] = {}
     for row in rows:
         if row["system"].endswith(ADAPTIVE) and row["config"]["rounds_with_drafts"] < FEW_DRAFTS:
             speeds.setdefault(_method(row), []).append(row["ratio"])
+    if not speeds:
+        return ""
     every = list(itertools.chain.from_iterable(speeds.values()))
     lowest, mean = min(((name, statistics.mean(own)) for name, own in speeds.items()), key=lambda pair: pair[1])
     return (

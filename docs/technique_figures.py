@@ -8,7 +8,7 @@ import statistics
 from functools import cache
 from typing import Any
 
-from results import BENCHMARKS, ROOT, load, row_of
+from results import ROOT, load, revision, row_of
 
 
 def ratio(file: str, system: str, baseline: str) -> str:
@@ -30,7 +30,8 @@ def gpu_attention() -> str:
     """The speed of the attention kernel on a GPU, over gathering and two products in PyTorch."""
     return (
         f"one token after 2,000 on an {load('gpu')['hardware']['gpu']['name']}: "
-        f"{gpu_op('paged_attention', context=2000)['cold_ratio']:.2f}× gathering and two products in PyTorch"
+        f"{gpu_op('paged_attention', context=2000)['cold_ratio']:.2f}× gathering and two products in PyTorch, revision "
+        f"{revision(load('gpu'))}"
     )
 
 
@@ -78,9 +79,8 @@ def card(model: str) -> dict[str, Any]:
 
 
 def drafter(method: str) -> str:
-    """Tokens per round of a trained drafter, on the target's greedy text: from its card if it is bundled."""
-    file = BENCHMARKS / f"drafter_{method}.json"
-    facts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else card(f"minicoder-{method}")
+    """Tokens per round of a bundled drafter, on the target's greedy text, from its card."""
+    facts = card(f"minicoder-{method}")
     product, total = 1.0, 1.0 + facts["sure_drafts"]
     for rate in facts["acceptance"]["greedy"]["greedy"]:
         product *= rate
@@ -90,6 +90,24 @@ def drafter(method: str) -> str:
     time += " on a GPU" * all(hardware.get("gpu") for hardware in facts["run"]["hardware"])
     trained = f"{facts['run']['tokens']:,} tokens in {time}"
     return f"{total:.2f} tokens per round on the target's greedy text, after training on {trained}"
+
+
+def ablated(method: str, without: str) -> dict[str, Any]:
+    """The variant of a drafter without one idea, as it was trained for ablations, on held-out code at temperature 0."""
+    return next(r for r in load("ablations")["rows"] if (r["method"], r["variant"]) == (method, without))
+
+
+def worth(method: str, without: str) -> float:
+    """Tokens per round that one idea of a trained drafter is worth: those of the whole one, less those without it."""
+    whole, other = (ablated(method, name)["tokens_per_round"]["greedy"] for name in (method, without))
+    return float(whole - other)
+
+
+def rounds_of(method: str, without: str) -> str:
+    """Tokens per round of a drafter, whole and without one idea, and on how many tokens it was trained."""
+    whole, other = (ablated(method, name)["tokens_per_round"]["greedy"] for name in (method, without))
+    trained = f"{ablated(method, method)['trained_tokens']:,}"
+    return f"{whole:.2f} tokens per round on held-out code, {other:.2f} with {without}, trained on {trained} tokens"
 
 
 def speed_up(method: str) -> str:

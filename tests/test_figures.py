@@ -75,11 +75,6 @@ def test_a_table_says_what_was_counted(figures: ModuleType, title: str, rate: st
     assert f"| {rate} | {time} |" in heads
 
 
-def test_eight_requests_at_a_time_are_not_compared_with_thirty_two(figures: ModuleType) -> None:
-    lines = [line for line in figures.measured().splitlines() if line.startswith("| minillm continuous, 32 seats |")]
-    assert len(lines) == 1 and "vLLM" not in lines[0]
-
-
 def test_what_peers_did_not_run_is_said_until_it_is_measured(
     figures: ModuleType, results: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,20 +95,26 @@ def test_what_peers_did_not_run_is_said_until_it_is_measured(
 def test_a_sentence_on_peers_that_were_not_measured_goes_when_they_are(
     figures: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    more = copy.deepcopy(figures.load("batch_0.4b_xeon"))
+    more["rows"].append({**more["rows"][0], "system": "vLLM CPU, 32 seats"})
     real: Callable[[str], dict[str, Any]] = figures.load
-    for file, system in (("prefill", "transformers bf16"), ("batch_0.4b", "vLLM CPU, 32 seats")):
-        more = copy.deepcopy(real(file))
-        more["rows"].append({**more["rows"][0], "system": system})
-        monkeypatch.setattr(figures, "load", lambda name, file=file, more=more: more if name == file else real(name))
-        with pytest.raises(ValueError, match=r"no peer of prefill in bf16|no vLLM with all 32 requests"):
-            figures.headline_words()
+    monkeypatch.setattr(figures, "load", lambda name: more if name == "batch_0.4b_xeon" else real(name))
+    with pytest.raises(ValueError, match="no vLLM with all 32 requests at a time with AMX"):
+        figures.headline_words()
 
 
 def test_results_of_uncommitted_code_are_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     page, real = importlib.import_module("measured_page"), figures.load
-    for dirty in (True, False):
+    for dirty in (True, False, None):
         said = page._how("decode", {**real("decode"), "dirty": dirty})
-        assert f"Revision {real('decode')['revision']}" in said and ("not committed" in said) is dirty
+        assert f"Revision {real('decode')['revision']}" in said and ("not committed" in said) is (dirty is True)
+        assert ("was not recorded" in said) is (dirty is None)
+    gpu, techniques = importlib.import_module("gpu_page"), importlib.import_module("technique_figures")
+    for dirty in (True, False):
+        for module in (gpu, techniques):
+            monkeypatch.setattr(module, "load", lambda file, dirty=dirty: {**real(file), "dirty": dirty})
+        for text in (gpu.gpu_words(), techniques.gpu_attention()):
+            assert ("changes that were not committed" in " ".join(text.split())) is dirty
     monkeypatch.setattr(figures, "load", lambda file: {**real(file), "dirty": file == "serve"})
     [line] = [line for line in figures.headline_table().splitlines() if "(uncommitted code)" in line]
     assert line.startswith("| HTTP server")
@@ -126,6 +127,17 @@ def test_a_result_of_a_run_that_was_ended_is_refused(
     monkeypatch.setattr(results, "BENCHMARKS", tmp_path)
     with pytest.raises(ValueError, match=r"half\.json was ended before snapkv 25%, kivi"):
         results.load("half")
+
+
+def test_a_stage_that_a_gpu_run_was_ended_before_is_named(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = importlib.import_module("gpu_page")
+    real: Callable[[str], dict[str, Any]] = page.load
+    for asked, is_said in (([], False), (["bundled"], True)):
+        run = copy.deepcopy(real(page.LATEST))
+        run["config"]["stages"] = [stage["name"] for stage in run["stages"]] + asked
+        monkeypatch.setattr(page, "load", lambda file, run=run: run if file == page.LATEST else real(file))
+        for text in (page.gpu_tables(), page.gpu_words()):
+            assert ("The run was ended before its stage `bundled`." in " ".join(text.split())) is is_said
 
 
 def test_unlike_limits_of_a_processor_are_named_until_it_is_measured_again(
@@ -175,6 +187,7 @@ def test_what_resting_costs_is_the_mean_of_the_lines_with_few_drafts(figures: Mo
     said = page._resting(rows)
     assert said.startswith("In 3 adaptive lines less than 3% of the steps have drafts")
     assert "these lines run at 0.96×; heads has the lowest mean of a method, 0.92×." in said
+    assert page._resting(rows[3:]) == "", "no adaptive line rests"
 
 
 def test_a_drafting_method_that_changes_tokens_is_named(
