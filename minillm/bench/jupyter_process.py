@@ -33,7 +33,11 @@ class JupyterProcess:
         command += [f"--ServerApp.jpserver_extensions={EXTENSION}=True", "--Application.log_level=40"]
         own = {"JUPYTER_TOKEN": self.token, "JUPYTER_CONFIG_DIR": self._folder.name}
         self.process = subprocess.Popen(command, env={**os.environ, **own, **environ})
-        self._wait()
+        try:
+            self._wait()
+        except BaseException:  # also an interrupt
+            self.close()
+            raise
 
     @property
     def cpu_seconds(self) -> float:
@@ -61,5 +65,4 @@ class JupyterProcess:
                 time.sleep(0.2)
             else:
                 return
-        self.close()
         raise ConfigError("the Jupyter server did not start; its error is above. Is the extra `lab` installed?")

@@ -30,7 +30,11 @@ class ServerProcess:
         command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        found = re.search(r"http://\S+", self.process.stdout.readline())
+        try:
+            found = re.search(r"http://\S+", self.process.stdout.readline())
+        except BaseException:  # an interrupt: nobody else can close it yet
+            self.close()
+            raise
         if found is None:
             self.process.wait()
             raise ConfigError(f"`{' '.join(command[1:])}` ended with {self.process.returncode}; its error is above")
@@ -76,11 +80,14 @@ class VllmServerProcess(ServerProcess):
         command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *flags]
         self.process = start_vllm(command, environment, stdout=subprocess.DEVNULL)
         began = time.monotonic()
-        while not _is_healthy(f"http://127.0.0.1:{port}/health"):
-            if self.process.poll() is not None or time.monotonic() - began > START_SECONDS:
-                self.close()
-                raise ConfigError(f"vLLM's server under {interpreter} did not start; its error is above")
-            time.sleep(0.5)
+        try:
+            while not _is_healthy(f"http://127.0.0.1:{port}/health"):
+                if self.process.poll() is not None or time.monotonic() - began > START_SECONDS:
+                    raise ConfigError(f"vLLM's server under {interpreter} did not start; its error is above")
+                time.sleep(0.5)
+        except BaseException:  # also an interrupt
+            self.close()
+            raise
 
 
 def _is_healthy(url: str) -> bool:

@@ -8,7 +8,6 @@ from the prefix cache, and steps with the rest of a prompt do not count. Per row
     ratio         speed over plain decoding, the median of the rounds, and their spread                      measured
     interval      where the true median of the ratio lies with a probability of 95% or more, if rounds are
                   independent                                                                                measured
-    best_ratio    the same from the fastest run of each group: other programs only ever make a run longer    measured
     rounds        at least `--rounds`, and more where a run is short (`--seconds`); of plain decoding its runs  counted
     tau           tokens per request and forward of the target                                               measured
     alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
@@ -113,7 +112,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values.
 
-    `save_to`: the result is written there after each slice, in case the run is killed.
+    `save_to`: the result is written there after each slice, in case the run is killed; its `unfinished` names the
+    slices that are still to come.
     `drafters`: the folder that `minillm train --export-to` wrote trained drafters to; None: the bundled ones. A method
     that needs a draft model or trained weights, where this model has none, is left out, or, if it was asked for, raises
     `ConfigError`. So do fewer than two new tokens, more than the model has room for, and more prompts than a slice has.
@@ -150,6 +150,7 @@ def run(
         "seconds": seconds,
     }
     rows: list[Row] = []
+    unfinished = [f"{name} ({kind}, {batch} together)" for kind in kinds for batch in batches for name in names]
     for kind, batch in itertools.product(kinds, batches):
         blocks_per_prompt = -(-context // (block_size or DEFAULT_BLOCK_SIZE))
         num_blocks = max(batch, prompts) * blocks_per_prompt  # so every prompt stays cached
@@ -158,7 +159,8 @@ def run(
         for name in names:
             run_ = SliceRun(engines, given[name][:prompts], batch, new_tokens)
             rows += run_.rows(rounds, seconds, {"weights": kind, "batch": batch, "slice": name})
-            outcome = result("speculation", config, rows)
+            unfinished = unfinished[1:]
+            outcome = result("speculation", {**config, "unfinished": unfinished}, rows)
             if save_to is not None:
                 save(outcome, save_to)
     return outcome
@@ -284,8 +286,6 @@ class SliceRun:
         self.counts: dict[str, Counts] = {}
         self.latest: dict[str, list[Counted]] = {}
         """By system: what counts of its latest run, by group."""
-        self.fastest: dict[str, list[float]] = {}
-        """By system: the fewest seconds per token that each group has taken so far."""
         self.runs: Counter[str] = Counter()
         """By system: how often it ran, the warm-up included."""
 
@@ -302,24 +302,19 @@ class SliceRun:
         ]
         found = compare(systems, rounds, seconds=seconds, first_every=PLAIN_EVERY)
         for row in found:
-            row.config["best_ratio"] = sum(self.fastest[PLAIN]) / sum(self.fastest[row.system])
             row.config["rounds"] = self.runs[row.system] - 1
         return [_with_figures(row, self.counts[row.system], self.counts[PLAIN], labels) for row in found]
 
     def _generate(self, name: str) -> list[list[int]]:
         llm, outputs = self.engines[next(self.plain[name]) if name in self.plain else name], []
         counts, self.latest[name] = self.counts.setdefault(name, Counts(self.batch)), []
-        is_measured = self.runs[name] > 0  # the first run is a warm-up itself
-        if is_measured:
+        if self.runs[name] > 0:  # the first run is a warm-up itself
             llm.generate(self.groups[0][: self.batch], self.warm_up, use_tqdm=False)
         self.runs[name] += 1
         for group in self.groups:
             with llm.trace() as trace:
                 outputs += llm.generate(group, self.params, use_tqdm=False)
             self.latest[name].append(counts.count(trace.events))
-        if is_measured:
-            per_token = [counted.seconds / counted.num_tokens for counted in self.latest[name]]
-            self.fastest[name] = list(map(min, per_token, self.fastest.get(name, per_token)))
         return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -356,7 +351,7 @@ def table(result: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     made = Table(title=f"speculation on {result['hardware']['cpu']['name']}")
-    for heading in ("slice", "method", "speed-up", "95% interval", "at best", "predicted", "τ", "c", "v"):
+    for heading in ("slice", "method", "speed-up", "95% interval", "predicted", "τ", "c", "v"):
         made.add_column(heading, justify="left" if heading in ("slice", "method") else "right")
     section = None
     for row in result["rows"]:
@@ -366,7 +361,7 @@ def table(result: Mapping[str, Any]) -> Table:
         if section != (section := (at["weights"], at["batch"])):
             made.add_section()
             made.add_row(f"{section[0]}, {section[1]} together", style="bold")
-        figures = [f"{at[key]:.2f}" if key in at else "" for key in ("best_ratio", "predicted", "tau", "c", "v")]
+        figures = [f"{at[key]:.2f}" if key in at else "" for key in ("predicted", "tau", "c", "v")]
         speed = f"{row['ratio']:.2f}×" if row["outputs_equal"] else f"{row['ratio']:.2f}×, other tokens"
         interval = "{:.2f} to {:.2f}".format(*row["interval"]) if row["interval"] else ""
         made.add_row(at["slice"], row["system"], speed, interval, *figures)

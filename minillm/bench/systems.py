@@ -51,10 +51,10 @@ class Workload:
     gguf: dict[str, str] = field(default_factory=dict)
     """Type of a GGUF file → its path."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Name of a peer with several settings → the fastest setting."""
+    """Name of a peer → its fastest setting."""
     tried: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Name of such a peer → setting → milliseconds per token (per prompt if only one is generated), the median of short
-    trials."""
+    """Name of a peer with several settings → setting → milliseconds per token (per prompt if only one is generated),
+    the median of short trials."""
 
     @property
     def context(self) -> int:
@@ -73,11 +73,25 @@ def draft_for(model: str, draft: str | None) -> str | None:
 
 
 def choose(known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """The names of the systems to run, in the order of `known`. Raises `ConfigError` for an unknown name."""
-    for name in wanted or ():
+    """The names of the systems to run, in the order of `known`. Raises `ConfigError` for an unknown name.
+
+    `wanted`: None for all. A name with a comma may be in parts: those of a list that was split at its commas.
+    """
+    names = _joined(wanted or (), known)
+    for name in names:
         if name not in known:
             raise ConfigError(f"no system {name!r} in this benchmark; there are: {', '.join(known)}")
-    return [name for name in known if not wanted or name in wanted]
+    return [name for name in known if not names or name in names]
+
+
+def _joined(parts: Sequence[str], known: Sequence[str]) -> list[str]:
+    """`parts`, where neighbours that together are a known name are one: the longest such name."""
+    names: list[str] = []
+    while parts:
+        count = next((n for n in range(len(parts), 1, -1) if ", ".join(parts[:n]) in known), 1)
+        names.append(", ".join(parts[:count]))
+        parts = parts[count:]
+    return names
 
 
 def left_out(names: Iterable[str], draft: str | None) -> dict[str, str]:
@@ -153,9 +167,9 @@ def exported(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
 def with_best_settings(workload: Workload, names: Sequence[str]) -> Workload:
     """Add to `workload` the fastest setting of each peer in `names` on its longest prompt."""
     peers = {name: _settings(name, workload) for name in names if _settings(name, workload)}
-    tried = {name: _try_settings(name, workload, settings) for name, settings in peers.items()}
-    settings = {name: min(times, key=lambda setting: times[setting]) for name, times in tried.items()}
-    return replace(workload, tried=tried, settings=settings)
+    tried = {name: _try_settings(name, workload, settings) for name, settings in peers.items() if len(settings) > 1}
+    fastest = {name: min(times, key=lambda setting: times[setting]) for name, times in tried.items()}
+    return replace(workload, tried=tried, settings={name: settings[0] for name, settings in peers.items()} | fastest)
 
 
 def load(name: str, workload: Workload) -> Completer:

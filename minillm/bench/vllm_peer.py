@@ -35,8 +35,13 @@ class VllmPeer:
         environment.pop("PYTHONPATH", None)
         command = [interpreter, "-c", f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"]
         self.process = start_vllm(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.details: dict[str, Any] = self._ask(json.dumps(spec))
-        """vLLM's version and number of threads."""
+        try:
+            self.details: dict[str, Any] = self._ask(json.dumps(spec))
+            """vLLM's version and number of threads."""
+        except BaseException:  # also an interrupt: while it loads, it does not see that its input ends
+            self.process.kill()
+            self.close()
+            raise
 
     def run(self) -> list[list[int]]:
         """The new tokens of every request."""

@@ -120,14 +120,17 @@ def _started(cpus_per_node: int) -> Any:
 def run(settings: FailoverSettings | None = None) -> dict[str, Any]:
     """Run the check on two simulated nodes. Returns the result as JSON values."""
     settings = settings or FailoverSettings()
-    with two_nodes(cpus_per_node=settings.replicas // 2 + 2):
-        return measure(settings)
-
-
-def measure(settings: FailoverSettings) -> dict[str, Any]:
-    """Run the check with every router, in the connected cluster; its replicas must be on this machine."""
     prompts = prompts_of(settings)
-    expected = expected_tokens(settings, prompts)
+    expected = expected_tokens(settings, prompts)  # before there is a cluster: it refuses what no replica can run
+    with two_nodes(cpus_per_node=settings.replicas // 2 + 2):
+        return measure(settings, prompts, expected)
+
+
+def measure(
+    settings: FailoverSettings, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Run the check with every router, in the connected cluster; its replicas must be on this machine. `expected`: the
+    tokens of one engine."""
     rows = [_with_router(settings, router, prompts, expected) for router in settings.routers]
     routing = [costs.routing_costs(count) for count in ROUTED]
     config = asdict(settings)
@@ -161,7 +164,8 @@ def _with_router(
 
 
 class _Client:
-    """Sends all requests and kills a replica on the way. It repeats nothing."""
+    """Sends all requests. After a third of the answers it kills the replica that has given most of them. It repeats
+    nothing."""
 
     def __init__(self, url: str, settings: FailoverSettings) -> None:
         self.url, self.settings = url, settings
@@ -184,8 +188,9 @@ class _Client:
             async def work() -> None:
                 for number, prompt in waiting:
                     await self._ask(session, number, prompt)
-                    if not self.killed and len(self.answers) >= max(1, len(prompts) // 3):
-                        await self._kill()
+                    counts = self.per_replica
+                    if not self.killed and counts.total() >= max(1, len(prompts) // 3):
+                        await self._kill(counts.most_common(1)[0][0])
 
             await asyncio.gather(*(work() for _ in range(self.settings.concurrent)))
 
@@ -204,11 +209,15 @@ class _Client:
         finally:
             self._in_flight -= 1
 
-    async def _kill(self) -> None:
-        """End the process of the replica that has answered most, as if its machine lost power."""
-        self.killed = Counter(answer[2] for answer in self.answers).most_common(1)[0][0]
-        self.in_flight_at_kill = self._in_flight
-        os.kill(await asyncio.to_thread(process_of, self.killed), signal.SIGKILL)
+    @property
+    def per_replica(self) -> Counter[str]:
+        """The number of answers of each replica. Serve's own errors, which name none, are left out."""
+        return Counter(replica for _, _, replica, _ in self.answers if replica)
+
+    async def _kill(self, replica: str) -> None:
+        """End the process of a replica, as if its machine lost power."""
+        self.killed, self.in_flight_at_kill = replica, self._in_flight
+        os.kill(await asyncio.to_thread(process_of, replica), signal.SIGKILL)
 
 
 def process_of(replica: str) -> int:
@@ -237,7 +246,7 @@ def _counts(client: _Client, expected: Sequence[Sequence[int]]) -> dict[str, Any
         "killed": client.killed,
         "in_flight_at_kill": client.in_flight_at_kill,
         "sent_again": client.sent_again,
-        "requests_per_replica": dict(Counter(replica for _, _, replica, _ in client.answers)),
+        "requests_per_replica": dict(client.per_replica),
         "prompt_tokens": prompt_tokens,
         "cached_tokens": cached,
         "cached_share": cached / max(1, prompt_tokens),

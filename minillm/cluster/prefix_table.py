@@ -1,4 +1,4 @@
-"""`PrefixTable`: which replica has been sent which prompt prefix, and which replica should get the next request.
+"""`PrefixTable`: which prompt prefixes went to which replica, and which replica should get the next request.
 
     prompt        │ block 0 │ block 1 │ block 2 │ …          hashes of full blocks, as in `minillm.cache.prefix`
     replica "a"   │    ✓    │    ✓    │    –    │ → 2 blocks match
@@ -34,7 +34,7 @@ BLOCKS_PER_REPLICA = 1 << 16
 
 
 class PrefixTable(Generic[Replica]):
-    """The prefixes that each replica was sent. Not thread-safe; a router calls it from one event loop."""
+    """The prefixes that each replica was sent or was to be sent. Not thread-safe: one event loop uses it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class PrefixTable(Generic[Replica]):
         """Replica → block hashes, the least recently used first."""
 
     def match(self, replica: Replica, hashes: Sequence[bytes]) -> int:
-        """How many blocks from the beginning of the prompt the replica was sent before."""
+        """How many blocks from the beginning of the prompt the replica was sent, or was to be sent, before."""
         sent = self._sent.get(replica, {})
         return next((i for i, block in enumerate(hashes) if block not in sent), len(hashes))
 

@@ -50,7 +50,7 @@ from minillm.models.decoder import Decoder
 from minillm.ops.dispatch import implementations
 from minillm.ops.triton.machine import FLOATS, power_of_two
 from minillm.ops.triton.tiling import AttentionMetadata, HeadShape, StepSizes, Tiling
-from minillm.runtime.capture_failure import capture_failure
+from minillm.runtime.capture_failure import CaptureError, capture_errors
 from minillm.runtime.gpu_step import FORMATS, Ops, Weights, forward, is_capturable
 from minillm.runtime.runner import ObservedStep
 from minillm.runtime.step_inputs import Shape, StepInputs, query_starts
@@ -124,10 +124,6 @@ def padded_size(count: int) -> int:
     return -(-count // step) * step
 
 
-class CaptureError(RuntimeError):
-    """A CUDA graph could not be recorded."""
-
-
 class CudaCapture:
     """Records CUDA graphs, all on one side stream and with one memory pool."""
 
@@ -143,16 +139,14 @@ class CudaCapture:
         current = torch.cuda.current_stream()
         try:
             self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
+            with capture_errors(torch.cuda.stream(self.stream)):
                 for _ in range(WARM_UPS):
                     function()
             current.wait_stream(self.stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+            with capture_errors(recording):
                 function()
-        except RuntimeError as problem:
-            reason = capture_failure(problem)
-            raise CaptureError(str(reason)) from reason
         finally:
             torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place
         return graph.replay

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minillm.runtime.capture_failure import capture_failure
+from minillm.runtime.capture_failure import CaptureError, capture_errors
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """`step(inputs, targets)`: one update of all parameters. Returns the loss before it, a tensor of no dimensions."""
@@ -73,13 +73,11 @@ class CapturedStep:
         graph, mine, theirs = torch.cuda.CUDAGraph(), inputs.to(self.device), targets.to(self.device)
         current = torch.cuda.current_stream(self.device)
         try:
-            with torch.cuda.graph(graph, stream=self.stream):  # records the kernels, runs none
+            with capture_errors(torch.cuda.graph(graph, stream=self.stream)):  # records the kernels, runs none
                 loss = self.step(mine, theirs)
-        except RuntimeError as problem:
-            reason = capture_failure(problem)
+        except CaptureError as problem:
             self._can_capture = False
-            line = (str(reason).splitlines() or [type(reason).__name__])[0][:200]
-            tqdm.write(f"training runs without CUDA graphs, several times slower: {line}")
+            tqdm.write(f"training runs without CUDA graphs, several times slower: {problem}")
             return
         finally:
             torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +20,7 @@ from minillm.models.hub import resolve
 from minillm.models.loading import load_model
 from minillm.speculative.trained_drafter import drafter_config, save_drafter
 from minillm.training.continuations import write_continuations
-from minillm.training.data import Passes, Windows, retokenise
+from minillm.training.data import Batches, Passes, Windows, retokenise
 from minillm.training.distill import HalfAndHalf
 from minillm.training.drafter_card import drafter_card
 from minillm.training.drafter_evaluation import evaluate_drafter
@@ -94,12 +95,14 @@ def _check_unrecorded_tokenizer(text: Path, tokenizer: Path) -> None:
         raise TrainingError(f"{text} has the tokens of another tokenizer than {tokenizer}; remove it to go on")
 
 
-def train_drafter(pair: Pair, method: str) -> None:
-    """Stage of one trained drafter: train it for the frozen target, half on code and half on what the target writes,
-    evaluate it as it is exported, and write its folder."""
-    drafter, target = TRAINED[method], drafter_target(pair)
-    folder = pair.folder / f"{method}{target.suffix}"
-    check_inputs(folder, {"target": target.fingerprint})
+def train_drafters(pair: Pair, methods: Iterable[str]) -> None:
+    """The stages of trained drafters, one after the other, for the same frozen target: half on code and half on what
+    the target writes.
+
+    If one fails, the others are still trained, and then `TrainingError` says what failed. An error in what all need
+    (corpus, target, its text) is raised at once.
+    """
+    target = drafter_target(pair)
     code = Passes(target.corpus)
     write_continuations(
         target.checkpoint,
@@ -111,6 +114,21 @@ def train_drafter(pair: Pair, method: str) -> None:
         pair.device,
     )
     batches = HalfAndHalf(code, Windows(target.continuations, "continuations"))
+    failures: list[str] = []
+    for method in methods:
+        try:
+            train_drafter(pair, method, target, batches)
+        except TrainingError as problem:
+            failures.append(f"{method}: {problem}")
+            tqdm.write(failures[-1])
+    if failures:
+        raise TrainingError("; ".join(failures))
+
+
+def train_drafter(pair: Pair, method: str, target: DrafterTarget, batches: Batches) -> None:
+    """Train one drafter, evaluate it as it is exported, and write its folder."""
+    drafter, folder = TRAINED[method], pair.folder / f"{method}{target.suffix}"
+    check_inputs(folder, {"target": target.fingerprint})
     module = drafter.new_module(target.model).to(pair.device)
     trainer = Trainer(module, batches, pair.recipe(method), folder, drafter.loss(target.model))
     run_to_the_end(folder.name, trainer)

@@ -19,7 +19,7 @@ HELD = (signal.SIGINT, signal.SIGTERM)
 @contextmanager
 def held_signals() -> Iterator[Callable[[], None]]:
     """Let SIGINT and SIGTERM wait inside the block. Yields a function that runs the handler of the one that waits, if
-    there is one; the end of the block does the same.
+    there is one; the end of the block does the same. An exception that leaves the block is raised in its place.
 
     A second signal does not wait: its handler runs at once, in place of the first one's. A signal that is ignored, or
     ends the process by default, stays so. In another thread than the main one, which has no signals, nothing changes.
@@ -49,4 +49,4 @@ def held_signals() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        deliver()
+    deliver()

@@ -124,6 +124,7 @@ class Trainer:
         elif branch_of is not None:
             self._load(branch_of)
             self.tokens_before, self.steps_before, self.seconds = self.tokens_seen, self.step, 0.0
+        self._last_logged = self.step
         if self._captured is not None:
             _keep_rates_on(self.optimizers, self.device)
 
@@ -169,7 +170,7 @@ class Trainer:
         endless = math.isinf(self.recipe.tokens) and math.isinf(self.recipe.minutes)
         done = round(100 * self.progress, 1)
         bar = tqdm(total=None if endless else 100, initial=done, desc=self.folder.name, unit="%", mininterval=5)
-        logged, saved_at = self.step, self.seconds
+        saved_at = self.seconds
         with held_signals() as deliver:
             try:
                 while self.progress < 1.0:
@@ -177,31 +178,32 @@ class Trainer:
                     began = time.perf_counter()
                     loss = self.train_step()
                     self.seconds += time.perf_counter() - began
-                    is_due = self.seconds - saved_at >= SAVE_S
-                    if self._is_logged() or is_due:
+                    if self._is_logged():
                         self._log()
-                        logged = self.step
                     postfix = {"loss": f"{loss:.3f}", "tokens": f"{self.tokens_seen / 1e6:.2f}M", "step": self.step}
                     bar.set_postfix(postfix, refresh=False)
                     bar.update(round(100 * self.progress, 1) - bar.n)
-                    if is_due:
-                        self.save()
+                    if self.seconds - saved_at >= SAVE_S:
+                        self._log_and_save()
                         saved_at = self.seconds
                     deliver()
             finally:
                 bar.close()
                 if self._is_whole:
-                    if self.step > logged:
-                        self._log()
-                    self.save()
+                    self._log_and_save()
 
     def _wait_while_paused(self, deliver: Callable[[], None]) -> None:
         """`deliver`: see `held_signals`."""
         if self.pause_file.exists():
-            self.save()
+            self._log_and_save()
         while self.pause_file.exists():
             deliver()
             time.sleep(0.5)
+
+    def _log_and_save(self) -> None:
+        if self.step > self._last_logged:
+            self._log()
+        self.save()
 
     def save(self) -> None:
         """Write the whole state, from which the next session continues. The old state stays until it is complete."""
@@ -305,6 +307,7 @@ class Trainer:
         row = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds, 2), "loss": loss}
         with (self.folder / LOG).open("a") as log:
             log.write(json.dumps(row) + "\n")
+        self._last_logged = self.step
 
 
 def _keep_rates_on(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:

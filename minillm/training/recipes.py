@@ -70,10 +70,10 @@ SHARES = {
     "cpu": {"target": 0.45, "unlikelihood": 0.04, "draft": 0.05, "distill": 0.18},
     "cuda": {"target": 0.36, "unlikelihood": 0.25, "draft": 0.04, "distill": 0.09},
 }
-"""Shares of a total number of minutes, by type of device. The decay, generating the distillation's text and
-`DRAFTER_SHARE` take the rest. Those of a GPU are in proportion to the minutes of the bundled models on an H100, which
-their cards state: 4.2 for the target, 2.9 for unlikelihood training, which mostly waits there for the text that it
-writes, 0.4 for the draft and 1.0 for its distillation."""
+"""Shares of a total number of minutes, by type of the device that a run began on. The decay, generating the
+distillation's text and `DRAFTER_SHARE` take the rest. Those of a GPU are in proportion to the minutes of the bundled
+models on an H100, which their cards state: 4.2 for the target, 2.9 for unlikelihood training, which mostly waits there
+for the text that it writes, 0.4 for the draft and 1.0 for its distillation."""
 DRAFTER_SHARE = 0.03
 """The share of each trained drafter."""
 

@@ -28,9 +28,12 @@ from minillm.training.recipes import (
     unlikelihood_recipe,
 )
 from minillm.training.stages import STAGES, run_stages
+from minillm.training.state_files import STATE, read_json, write_json
 from minillm.training.trained_drafters import TRAINED
 
 DEVICES = ("cpu", "cuda")
+SHARES_FILE = "shares.json"
+"""In the folder of a run with a total of minutes: the type of device whose shares it has."""
 MAX_THREADS = 4096
 
 
@@ -54,11 +57,11 @@ def train(
 
     Runs `stages` (default: all, in the order of `STAGES`) with state in `folder`. After an interrupt, the same call
     without `begin_with` continues from the saved state. While `folder` contains a file `pause`, training waits.
-    `minutes`: a total for all stages, instead of minutes for each. `threads`: number of PyTorch threads (None:
-    PyTorch's choice). `begin_with`: a checkpoint from `pack_run` to start from. `target`: train the drafters for this
-    checkpoint, a bundled name or a folder, instead of the pair's target. `drafter_minutes`: by method. `ablations`:
-    instead of all this, train each of these drafters with one of its ideas left out, on `ablation_tokens` tokens, and
-    print a table.
+    `minutes`: a total for all stages, instead of minutes for each; a run that goes on with another `device` keeps the
+    shares of the first one. `threads`: number of PyTorch threads (None: PyTorch's choice). `begin_with`: a checkpoint
+    from `pack_run` to start from. `target`: train the drafters for this checkpoint, a bundled name or a folder, instead
+    of the pair's target. `drafter_minutes`: by method. `ablations`: instead of all this, train each of these drafters
+    with one of its ideas left out, on `ablation_tokens` tokens, and print a table.
 
     Raises `TrainingError` if the input of a stage is missing or unfinished, a budget is no finite number above 0, or
     this machine has no such `device`.
@@ -76,13 +79,13 @@ def train(
         if threads < 1:
             raise TrainingError(f"--threads {threads} must be at least 1")
         torch.set_num_threads(threads)
-    if begin_with is not None:
-        unpack_run(Path(begin_with), Path(folder))
     unlikelihood_minutes = math.inf
     if minutes is not None:
-        shares = SHARES[torch.device(device).type]
+        shares = _shares(Path(folder), torch.device(device).type)
         target_minutes, unlikelihood_minutes, draft_minutes, distill_minutes = (minutes * s for s in shares.values())
         drafter_minutes = dict.fromkeys(TRAINED, minutes * DRAFTER_SHARE)
+    if begin_with is not None:
+        unpack_run(Path(begin_with), Path(folder))
     pair = Pair(
         folder=Path(folder),
         target_recipe=stable_recipe(target_minutes),
@@ -159,12 +162,27 @@ def run_from_args(args: argparse.Namespace) -> int:
             drafter_minutes={method: getattr(args, f"{method}_minutes") for method in TRAINED},
         )
     except KeyboardInterrupt:
-        command = "the same command" if args.begin_with is None else "the same command without --begin-with"
+        is_unpacked = args.begin_with is not None and (args.folder / "target" / STATE).exists()
+        command = "the same command without --begin-with" if is_unpacked else "the same command"
         tqdm.write(f"stopped; {command} continues from what is saved in {args.folder}")
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0
+
+
+def _shares(folder: Path, kind: str) -> Mapping[str, float]:
+    """The shares of a total of minutes: those of the `kind` of device, or those with which the run in `folder` began,
+    so that its stages keep their budgets on another device."""
+    file = folder / SHARES_FILE
+    has_begun = any((folder / stage / STATE).exists() for stage in SHARES[kind])
+    if not (has_begun and file.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, kind)
+    recorded = read_json(file)
+    if recorded not in list(SHARES):
+        raise TrainingError(f"{file} has {recorded!r}; it must name the first device, {' or '.join(SHARES)}, as JSON")
+    return SHARES[recorded]
 
 
 def _check_device(device: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,7 +21,7 @@ from minillm.training.compiling import Compiled
 from minillm.training.continuations import write_continuations
 from minillm.training.data import Batches, Windows, prepare
 from minillm.training.distill import LOSS_FORMULA, DistillationLoss, HalfAndHalf
-from minillm.training.drafter_stages import train_drafter
+from minillm.training.drafter_stages import train_drafters
 from minillm.training.evaluate import Agreement, Evaluation, evaluate
 from minillm.training.export import export
 from minillm.training.fim_documents import LATER
@@ -41,27 +40,15 @@ DRAFT_NAME = "minicoder-draft"
 
 
 def run_stages(pair: Pair, stages: Iterable[str]) -> None:
-    """Run the named stages in the order of `STAGES`.
-
-    Drafters depend on the target alone: if one fails, the others are still trained, and then `TrainingError` says what
-    failed.
-    """
+    """Run the named stages in the order of `STAGES`. Raises `TrainingError` for an unknown name."""
     chosen = set(stages)
-    if unknown := chosen - STAGES.keys():
+    if unknown := chosen.difference(STAGES):
         raise TrainingError(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
-    failures: list[str] = []
-    for name, stage in STAGES.items():
-        if name not in chosen:
-            continue
-        try:
+    for name, stage in PAIR_STAGES.items():
+        if name in chosen:
             stage(pair)
-        except TrainingError as problem:
-            if name not in TRAINED:
-                raise
-            failures.append(f"{name}: {problem}")
-            tqdm.write(failures[-1])
-    if failures:
-        raise TrainingError("; ".join(failures))
+    if drafters := [method for method in TRAINED if method in chosen]:
+        train_drafters(pair, drafters)
 
 
 def make_corpus(pair: Pair) -> None:
@@ -165,7 +152,7 @@ def export_pair(pair: Pair) -> None:
         tqdm.write(f"wrote {pair.export_to / name}")
 
 
-STAGES: dict[str, Callable[[Pair], None]] = {
+PAIR_STAGES: dict[str, Callable[[Pair], None]] = {
     "corpus": make_corpus,
     "target": train_target,
     "decay": decay_target,
@@ -173,8 +160,8 @@ STAGES: dict[str, Callable[[Pair], None]] = {
     "draft": train_draft,
     "distill": distill,
     "export": export_pair,
-    **{method: partial(train_drafter, method=method) for method in TRAINED},
 }
+STAGES = (*PAIR_STAGES, *TRAINED)
 """All stages in order. The last ones train drafters for the finished target."""
 _UNITS = {
     "pretraining": "nats per token",

@@ -33,12 +33,14 @@ def replacing_files(folder: Path) -> Iterator[Path]:
     """A new folder to write files to. At the end of the block each takes the place of the file of its name in `folder`;
     if the block fails, all old files stay. Processes that have an old file memory-mapped keep it.
 
-    `config.json` is the last: a drafter's says which target its weights are for.
+    The old `config.json` is removed first, and the new one comes last: a drafter's says which target its weights are
+    for, and a folder without one is not loaded.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         fresh = Path(temporary)
         yield fresh
+        (folder / "config.json").unlink(missing_ok=True)
         for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
             file.chmod(0o644)
             file.replace(folder / file.name)

@@ -28,6 +28,7 @@ from minillm.doctor.machine_limits import MachineLimit
 from minillm.models.decoder import Decoder
 from minillm.ops.dispatch import OPS, has_triton, op
 from minillm.runtime.runner import ModelRunner
+from minillm.training.compiling import Compiled
 
 SETUP = StageSetup.here(is_rehearsal=True)
 FAULT = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
@@ -346,6 +347,16 @@ def test_training_whose_steps_are_not_captured_does_not_pass(trainer: SimpleName
     trainer.num_graphs = 0
     stage_training.training(StageSetup(False, SETUP.clock), report)
     assert met(report) == {GRAPHS: False, APART: True}
+
+
+def test_training_that_is_not_compiled_says_why(
+    trainer: SimpleNamespace, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_training, "Compiled", Compiled)
+    monkeypatch.setattr("minillm.training.compiling.has_compiler", lambda: False)
+    stage_training.training(StageSetup(False, SETUP.clock), report)
+    notes = report.so_far().notes
+    assert all("no C++ compiler was found" in notes[f"{rate}: notices"] for rate in RATES)
 
 
 @pytest.mark.parametrize("capture", [True, False])

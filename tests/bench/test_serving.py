@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,10 +19,12 @@ from rich.console import Console
 from tests.serve.running_server import NAME, running_server  # isort: skip (it may skip this file)
 
 from minillm import LLM, SamplingParams
-from minillm.bench import serving
+from minillm.bench import server_process, serving
 from minillm.bench.benchmarks import find
+from minillm.bench.jupyter_process import JupyterProcess
 from minillm.bench.load_client import Answer, LoadClient, LoadError
 from minillm.bench.server_process import ServerProcess, VllmServerProcess
+from minillm.bench.vllm_peer import VllmPeer
 from minillm.errors import ConfigError
 from tests.conftest import TinyPair
 
@@ -139,6 +144,38 @@ def test_vllms_server_is_waited_for_and_ended(tmp_path: Path, monkeypatch: pytes
         VllmServerProcess(sys.executable, "folder", "name", 1)
     with pytest.raises(ConfigError, match=r"none cannot be run .*MINILLM_VLLM_PYTHON must name"):
         VllmServerProcess(str(tmp_path / "none"), "folder", "name", 1)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: ServerProcess("any"),
+        lambda: VllmServerProcess("python", "folder", "name", 1),
+        lambda: VllmPeer("python", 1),
+        lambda: JupyterProcess({}),
+    ],
+    ids=["minillm", "vLLM", "vLLM offline", "Jupyter"],
+)
+def test_an_interrupt_while_a_server_starts_ends_it(start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    started, popen = [], subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    def sleeping(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"], stdin=subprocess.PIPE, text=True))
+        started[0].stdout = SimpleNamespace(readline=interrupted)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", sleeping)
+    monkeypatch.setattr(server_process, "urlopen", interrupted)
+    monkeypatch.setattr("urllib.request.urlopen", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+        assert len(started) == 1 and started[0].poll() is not None
+    finally:
+        started[0].kill()
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:

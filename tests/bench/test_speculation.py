@@ -44,7 +44,7 @@ def test_each_method_is_compared_with_plain_decoding_and_gives_its_tokens(tiny: 
     assert [row["system"] for row in rows] == 2 * systems
     assert {row["config"]["slice"] for row in rows} == {"edits", "long files"}
     assert all(row["baseline"] == PLAIN and row["outputs_equal"] for row in rows)
-    assert {row["config"]["rounds"] for row in rows} == {1}
+    assert {row["config"]["rounds"] for row in rows} == {1} and result["config"]["unfinished"] == []
     drafted = rows[0]["config"]
     assert 1 <= drafted["tau"] <= 4 and len(drafted["alpha"]) <= 3 and drafted["c"] > 0 and drafted["v"] > 0
     shown = Console(width=160, record=True)
@@ -92,6 +92,7 @@ def test_a_slice_that_fails_leaves_the_result_of_those_before_it(
         run(str(tiny.target), rounds=1, seconds=0, prompts=1, new_tokens=8, save_to=tmp_path / "kept.json", **given)
     kept = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
     assert {row["config"]["slice"] for row in kept["rows"]} == {"edits"} and len(kept["rows"]) == 4
+    assert kept["config"]["unfinished"] == ["long files (fp32, 1 together)"]
 
 
 @pytest.mark.parametrize("batch", [1, 4])

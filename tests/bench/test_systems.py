@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -17,12 +17,14 @@ import torch
 
 from minillm import cli
 from minillm.bench import (
+    batching,
     decode,
     ladder,
     latency,
     llama_cpp,
     own_engine,
     prefill,
+    serving,
     speculation,
     systems,
     transformers_peers,
@@ -109,6 +111,24 @@ def test_systems_keep_their_order_and_unknown_ones_are_refused() -> None:
     assert choose(["a", "b"], None) == ["a", "b"]
     with pytest.raises(ConfigError, match="no system 'd' in this benchmark; there are: a, b"):
         choose(["a", "b"], ["a", "d"])
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        batching.BASELINES,
+        batching.SHAPE_BASELINES,
+        decode.BUNDLED,
+        ladder.RUNGS,
+        (serving.OFFLINE, serving.SERVER, serving.STREAMED, serving.VLLM),
+    ],
+    ids=["batch", "batch of a shape", "decode", "ladder", "serve"],
+)
+def test_every_system_can_be_asked_for_by_name(known: Iterable[str]) -> None:
+    """`--systems` takes a list with commas, and some names have one, too."""
+    names = list(known)
+    assert all(choose(names, bench.names(name)) == [name] for name in names)
+    assert choose(names, bench.names(",".join(names))) == names
 
 
 def test_who_cannot_take_part_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +261,12 @@ def test_the_settings_of_a_peer_are_tried_on_the_longest_prompt(monkeypatch: pyt
     assert best.tried == {"llama.cpp f32": {FLASH: pytest.approx(101), EXACT: pytest.approx(5)}}
 
 
+def test_a_peer_with_one_setting_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems, "_load_peer", lambda *arguments: pytest.fail("a peer was loaded"))
+    best = with_best_settings(Workload("any", None, [[0]], new_tokens=1), ["transformers fp32", "minillm fp32"])
+    assert best.settings == {"transformers fp32": "forward"} and best.tried == {}
+
+
 def test_one_slow_run_does_not_decide_which_setting_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = {FLASH: Peer(times=chain([9.0, 0.009], repeat(0.001))), EXACT: Peer(0.002)}
     monkeypatch.setattr(systems, "_load_peer", lambda name, workload, setting: peers[setting])
@@ -291,7 +317,7 @@ def test_one_token_needs_no_generate_and_is_the_same(workload: Workload) -> None
     """So there is one setting of transformers, and its name says so."""
     names = [name for name in FULL_PRECISION if "draft" not in name and "assisted" not in name]
     with prepared(replace(workload, new_tokens=1), names) as ready:
-        assert list(ready.tried["transformers fp32"]) == ["forward"]
+        assert ready.settings["transformers fp32"] == "forward"
         for prompt in ready.prompts:
             found = {name: load(name, ready).complete(prompt, 1) for name in names}
             assert len({tuple(completion.token_ids) for completion in found.values()}) == 1

@@ -93,6 +93,29 @@ def test_a_request_without_an_answer_is_counted(status: int | None, monkeypatch:
     assert client._in_flight == 0 and not passed({"rows": [counts]})
 
 
+def test_without_the_answer_of_a_replica_none_is_killed_and_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's own errors name no replica."""
+
+    @asynccontextmanager
+    async def post(url: str, json: Any) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(status=503, headers={})
+
+    @asynccontextmanager
+    async def session(**options: Any) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(post=post)
+
+    aiohttp = ModuleType("aiohttp")
+    aiohttp.ClientError, aiohttp.ClientSession = type("ClientError", (Exception,), {}), session
+    aiohttp.ClientTimeout = aiohttp.TCPConnector = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "aiohttp", aiohttp)
+    monkeypatch.setattr(failover, "process_of", lambda replica: pytest.fail(f"replica {replica!r} was killed"))
+    client = failover._Client("http://cluster", FailoverSettings())
+    asyncio.run(client.run([[5]] * 6))
+    counts = failover._counts(client, [[7]] * 6)
+    assert (counts["answered_once"], counts["killed"], counts["requests_per_replica"]) == (6, "", {})
+    assert not passed({"rows": [counts]})
+
+
 def test_a_check_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="requests=0"):
         FailoverSettings(requests=0)

@@ -94,6 +94,15 @@ def test_a_bad_option_is_refused_before_ray_is_started(
 
 
 @pytest.mark.usefixtures("installed")
+def test_failover_of_a_model_that_is_not_there_starts_no_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pydantic", reason="the extra `ray` is not installed")
+    monkeypatch.setattr("minillm.cluster.failover.two_nodes", lambda **options: pytest.fail("two nodes were started"))
+    assert "no model 'no-such-model'" in refusal(capsys, "failover", "--model", "no-such-model")
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_model_that_is_not_there_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
     assert "no model 'no-such-model'" in refusal(capsys, "serve", "no-such-model", "--port", str(free_port()))

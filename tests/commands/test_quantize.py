@@ -54,6 +54,19 @@ def test_it_prints_the_bytes_of_the_file(tiny: TinyPair, tmp_path: Path, capsys,
     assert "zero points" in printed
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_folder_that_is_written_to_must_be_writable(
+    exists: bool, tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point may be writable where the folder that it is in is not."""
+    out, checked = tmp_path / "out", []
+    if exists:
+        out.mkdir()
+    monkeypatch.setattr(quantize, "check_writable", lambda option, folder: checked.append(folder))
+    assert cli.main(["quantize", str(tiny.target), "--scheme", "int8", "--out", str(out)]) == 0
+    assert checked == [out if exists else tmp_path]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -54,6 +54,13 @@ def test_a_second_signal_does_not_wait():
     assert reached == ["behind the first"]
 
 
+def test_an_error_is_raised_in_place_of_a_signal_that_waits():
+    """It says why the run ended; an interrupt would hide that."""
+    with pytest.raises(LookupError), held_signals():
+        signal.raise_signal(signal.SIGINT)
+        raise LookupError
+
+
 def test_one_behind_a_delivered_signal_waits_again():
     """So the state that the first one leaves is saved in peace."""
     reached = []

@@ -6,12 +6,13 @@ import math
 import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.errors import TrainingError
+from minillm.errors import CheckpointError, TrainingError
 from minillm.training.card import card
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
@@ -19,7 +20,7 @@ from minillm.training.pretrain import Recipe, Trainer
 from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, EXTRAPOLATION, SHARES, unlikelihood_recipe
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import DEVICES, add_arguments, run_from_args, train
-from minillm.training.stages import STAGES, run_stages
+from minillm.training.stages import PAIR_STAGES, STAGES, run_stages
 from minillm.training.target_evaluation import Amount
 from minillm.training.trained_drafters import TRAINED
 
@@ -143,6 +144,31 @@ def test_an_interrupted_export_of_a_drafter_leaves_the_old_files(made, tmp_path,
     assert [file.name for file in tmp_path.iterdir()] == [to.name]
     run_stages(replace(made, export_to=tmp_path), ["heads"])
     assert b"old" not in {file.read_bytes() for file in to.iterdir()}
+
+
+def test_an_export_that_is_interrupted_between_two_files_leaves_no_drafter(made, tmp_path, monkeypatch):
+    """The old `config.json` would say that the new weights are for the old target."""
+    to, move, moved = tmp_path / "minicoder-heads", Path.replace, []
+    shutil.copytree(made.export_to / to.name, to)
+
+    def interrupted(file, target):
+        if target.parent == to:
+            if moved:
+                raise KeyboardInterrupt
+            moved.append(target.name)
+        return move(file, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_stages(replace(made, export_to=tmp_path), ["heads"])
+    assert len(moved) == 1
+    with pytest.raises(CheckpointError, match=r"cannot read config\.json"):
+        LLM(
+            str(made.export_to / "minicoder"),
+            enforce_eager=True,
+            speculative_config={"method": "heads", "model": str(to)},
+        )
 
 
 def test_drafters_can_be_trained_for_another_checkpoint(made, tmp_path):
@@ -281,21 +307,36 @@ def test_unfinished_target_is_not_distilled_from(made, tmp_path):
         run_stages(replace(made, folder=tmp_path), ["unlikelihood"])
 
 
-def test_a_drafter_that_fails_does_not_stop_the_others(monkeypatch):
+def test_a_drafter_that_fails_does_not_stop_the_others(made, monkeypatch):
+    ran = []
+
+    def train_drafter(pair, method, target, batches):
+        ran.append(method)
+        if method != "prompt_tokens":
+            raise TrainingError("the loss became nan at step 2")
+
+    monkeypatch.setattr("minillm.training.drafter_stages.train_drafter", train_drafter)
+    with pytest.raises(TrainingError, match=r"^heads: the loss became nan at step 2; spire: the loss"):
+        run_stages(made, ["spire", "heads", "prompt_tokens"])
+    assert ran == ["heads", "prompt_tokens", "spire"]
+
+
+def test_another_stage_that_fails_stops_those_after_it(monkeypatch):
     def fails(pair):
         raise TrainingError("the loss became nan at step 2")
 
     ran = []
-    monkeypatch.setitem(STAGES, "draft", fails)
-    monkeypatch.setitem(STAGES, "heads", fails)
-    monkeypatch.setitem(STAGES, "prompt_tokens", lambda pair: ran.append("prompt_tokens"))
-    monkeypatch.setitem(STAGES, "spire", fails)
-    with pytest.raises(TrainingError, match=r"^heads: the loss became nan at step 2; spire: the loss"):
-        run_stages(None, ["heads", "prompt_tokens", "spire"])
-    assert ran == ["prompt_tokens"]
+    monkeypatch.setitem(PAIR_STAGES, "draft", fails)
+    monkeypatch.setattr("minillm.training.stages.train_drafters", lambda pair, methods: ran.extend(methods))
     with pytest.raises(TrainingError, match=r"^the loss became nan at step 2$"):
         run_stages(None, ["draft", "prompt_tokens"])
-    assert ran == ["prompt_tokens"]
+    assert ran == []
+
+
+def test_what_all_drafters_lack_is_said_once(tmp_path, capsys):
+    with pytest.raises(TrainingError, match=r"^there is no corpus in \S+; run the stage `corpus` first$"):
+        train(folder=tmp_path, stages=TRAINED, export_to=tmp_path / "weights")
+    assert "no corpus" not in capsys.readouterr().out
 
 
 def test_unknown_stage_is_refused(tmp_path):
@@ -339,9 +380,13 @@ def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypat
     assert run_from_args(args) == 130
     assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 400
     assert f"the same command continues from what is saved in {tmp_path}" in capsys.readouterr().out
-    args.begin_with = tmp_path  # which does not replace a run
+    args.begin_with = tmp_path / "packed"
     assert run_from_args(args) == 130
-    assert "the same command without --begin-with continues" in capsys.readouterr().out
+    assert "stopped; the same command continues" in capsys.readouterr().out, "it was not unpacked yet"
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "state.pt").touch()
+    assert run_from_args(args) == 130
+    assert "the same command without --begin-with continues" in capsys.readouterr().out, "it does not replace a run"
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -566,3 +611,23 @@ def test_minutes_are_shared_among_all_stages(tmp_path, monkeypatch, device, kind
     assert {stage: shared.recipe(stage).minutes for stage in shares} == {s: 10 * shares[s] for s in shares}
     assert {shared.recipe(method).minutes for method in TRAINED} == {10 * DRAFTER_SHARE}
     assert default.unlikelihood_recipe == unlikelihood_recipe()
+
+
+def test_a_run_keeps_the_shares_of_the_device_that_it_began_on(made, tmp_path, monkeypatch):
+    """With others, the same total would be another budget, and a finished stage would count as unfinished."""
+    pairs = []
+    monkeypatch.setattr("minillm.training.run._check_device", lambda device: None)
+    monkeypatch.setattr("minillm.training.run.run_stages", lambda pair, stages: pairs.append(pair))
+    train(tmp_path, minutes=60, device="cpu")  # nothing is trained, as with the stage `corpus`
+    train(tmp_path, minutes=60, device="cuda")
+    state = torch.load(made.folder / "distill" / "state.pt")
+    (tmp_path / "distill").mkdir()
+    minutes = pairs[1].recipe("distill").minutes
+    torch.save({**state, "seconds": 60 * minutes + 1}, tmp_path / "distill" / "state.pt")
+    train(tmp_path, minutes=60, device="cpu")
+    found = [[pair.recipe(stage).minutes for stage in SHARES["cpu"]] for pair in pairs]
+    assert found == [[60 * share for share in SHARES[kind].values()] for kind in ("cpu", "cuda", "cuda")]
+    assert pairs[2].is_finished("distill")
+    (tmp_path / "shares.json").write_text('"tpu"')
+    with pytest.raises(TrainingError, match=r"shares\.json has 'tpu'; it must name the first device, cpu or cuda"):
+        train(tmp_path, minutes=60)

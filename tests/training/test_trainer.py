@@ -321,6 +321,28 @@ def test_paused_run_saves_waits_and_does_not_count_the_time(corpus, tmp_path, mo
     assert trainer.step == 16
 
 
+def test_the_step_that_a_paused_run_has_saved_is_in_its_log(corpus, tmp_path, monkeypatch):
+    """Also where not every step is logged, as on a GPU: the run may be killed while it waits."""
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path / "target")
+    train_step, logged = trainer.train_step, []
+
+    def step():
+        if trainer.step == 4:
+            trainer.pause_file.touch()
+        return train_step()
+
+    def sleep(seconds):
+        lines = (trainer.folder / "log.jsonl").read_text().splitlines()
+        logged.append([json.loads(line)["step"] for line in lines])
+        trainer.pause_file.unlink()
+
+    monkeypatch.setattr(trainer, "_is_logged", lambda: False)
+    monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr("minillm.training.pretrain.time.sleep", sleep)
+    trainer.run()
+    assert logged == [[5]]
+
+
 def test_attention_in_parts_is_causal_attention():
     q, k, v = (torch.randn(2 * 1100, heads, 16) for heads in (4, 2, 2))
     rows = [x.unflatten(0, (2, 1100)).transpose(1, 2) for x in (q, k, v)]

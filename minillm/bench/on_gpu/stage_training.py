@@ -19,7 +19,7 @@ from torch import Tensor
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.training.compiling import Compiled
-from minillm.training.pretrain import Loss, Recipe, Trainer, new_model, next_token_loss
+from minillm.training.pretrain import Recipe, Trainer, new_model, next_token_loss
 from minillm.training.recipes import DRAFT, TARGET
 
 SAME = Target(at_most=0.02)
@@ -40,25 +40,24 @@ class RandomTokens:
 
 def training(setup: StageSetup, report: Report) -> None:
     """Train in both ways, reporting the tokens per second of each, and compare the losses of all steps."""
-    loss = Compiled(next_token_loss) if not setup.is_rehearsal else next_token_loss
     with tempfile.TemporaryDirectory() as folder:
         captured, plain = (
-            report.part(_rate(name), _one_way, setup, report, loss, Path(folder, name), name)
-            for name in (CAPTURED, PLAIN)
+            report.part(_rate(name), _one_way, setup, report, Path(folder, name), name) for name in (CAPTURED, PLAIN)
         )
     if captured is not None and plain is not None:
         apart = max(abs(a - b) for a, b in zip(captured, plain, strict=True))
         report.counted("losses of captured steps, largest difference", apart, "nats", SAME, steps=len(plain))
 
 
-def _one_way(setup: StageSetup, report: Report, loss: Loss, folder: Path, name: str) -> list[float]:
+def _one_way(setup: StageSetup, report: Report, folder: Path, name: str) -> list[float]:
     """Train in one way and report its tokens per second. Returns the loss of every step."""
     config, steps = setup.size_for((TARGET, 50), (DRAFT, 3))
     recipe = setup.size_for(Recipe(), Recipe(tokens_per_step=64, lengths=(32,)))
     model = new_model(config).to(setup.device)
-    trainer = Trainer(model, RandomTokens(), recipe, folder, loss, capture=name == CAPTURED)
     losses, rates = [], []
     with redirect_stdout(StringIO()) as notices:  # why steps are not compiled or not captured
+        loss = next_token_loss if setup.is_rehearsal else Compiled(next_token_loss)
+        trainer = Trainer(model, RandomTokens(), recipe, folder, loss, capture=name == CAPTURED)
         for _ in range(steps):
             began = time.perf_counter()
             losses.append(trainer.train_step())

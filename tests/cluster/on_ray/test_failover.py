@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from minillm.cluster.failover import FailoverSettings, measure, passed, table
+from minillm.cluster.failover import FailoverSettings, expected_tokens, measure, passed, prompts_of, table
 from tests.conftest import TinyPair
 
 
@@ -14,7 +14,9 @@ def test_a_killed_replica_loses_no_request(tiny: TinyPair) -> None:
     The killed one has a third of the 23 requests in flight, so some are sent again.
     """
     engine = {"num_kv_blocks": 96, "enforce_eager": True, "max_num_seqs": 8, "device": "cpu"}
-    result = measure(FailoverSettings(str(tiny.target), 500, document_tokens=96, block_size=8, engine=engine))
+    settings = FailoverSettings(str(tiny.target), 500, document_tokens=96, block_size=8, engine=engine)
+    prompts = prompts_of(settings)
+    result = measure(settings, prompts, expected_tokens(settings, prompts))
     assert passed(result)
     for row in result["rows"]:
         assert row["answered_once"] == row["status_200"] == row["same_tokens"] == row["requests"] == 500
