@@ -829,21 +829,21 @@ claim("Fewer bits in memory, and more bytes moved.", moved["float32"] < moved["I
 import statistics
 import time
 
+from minillm.teaching.submitted import submitted
+
 clock = time.thread_time if os.name == "posix" else time.perf_counter
 long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def step_seconds(engine: LLM, batch: int) -> float:
     """Median time of a decode step of `batch` requests."""
-    requests = engine.submit([prompts[1]] * batch, long)
-    engine.engine.step()
     took = []
-    for _ in range(3):
-        began = clock()
+    with submitted(engine, [prompts[1]] * batch, long):
         engine.engine.step()
-        took.append(clock() - began)
-    for request in requests:
-        engine.engine.abort(request.request_id)
+        for _ in range(3):
+            began = clock()
+            engine.engine.step()
+            took.append(clock() - began)
     return statistics.median(took)
 
 

@@ -208,7 +208,7 @@ check("l08.copy_kernel")
 # %% [markdown]
 # The check puts NaN around each tensor, and into the result before your kernel runs. So a `nan` in what you *got* was
 # never written, was read from outside a tensor, or is the result of something like ∞/∞. *numbers of out never written*
-# counts the first kind. *numbers written beyond out* counts the elements of other memory that you overwrote.
+# counts the first kind. *numbers written outside of out* counts the elements of other memory that you overwrote.
 #
 # ### See: your programs on a tensor
 #

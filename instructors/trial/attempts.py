@@ -1,4 +1,4 @@
-"""What 70 students might hand in: honest, careless and hostile versions of one exercise of lesson 02.
+"""What students might hand in: honest, careless and hostile versions of one exercise of lesson 02.
 
 Every hostile function gives the right answer only where it reached something it must not reach. So if one passes, the
 sandbox has a hole. The other four exercises of the notebook are right, and must pass whatever the fifth does.

@@ -49,13 +49,15 @@ def build_book(
     lessons run at a time. `sources`: where to write the pages as markdown; default: a temporary folder.
 
     Raises `UnsupportedError` if the extra `book` is not installed, `LessonError` if `root` has no solved lessons or
-    `out` holds something else than a book.
+    `out` is a file or holds something else than a book.
     """
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
     if missing:
         raise UnsupportedError(f"the book needs {', '.join(missing)}: pip install 'minillm-lessons[book]'")
     if not choose(root):
         raise LessonError(f"{root.resolve()} has no solved lessons; run this in a clone, or name one with --root")
+    if out.exists() and not out.is_dir():
+        raise LessonError(f"{out} is a file; --out needs the name of a folder")
     if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
         raise LessonError(f"{out} is not empty and is not a book; name another folder with --out, or empty it")
     with tempfile.TemporaryDirectory() as scratch:
@@ -72,7 +74,7 @@ def _replace(out: Path, html: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).touch()
     for old in sorted(out.iterdir()):
-        if old.is_dir():
+        if old.is_dir() and not old.is_symlink():
             shutil.rmtree(old)
         elif old.name != MARKER:
             old.unlink()

@@ -12,7 +12,7 @@ from minillm.async_llm import AsyncLLM
 from minillm.complete.engine import engine_args
 from minillm.complete.prompt import Gap, gap_prompt
 from minillm.complete.suggestion import Suggestion, shown_text, suggestion_params
-from minillm.errors import ConfigError
+from minillm.errors import PromptError
 from minillm.trace import Event, RequestAdded, Trace
 
 MAX_CONTEXT = 2048
@@ -46,18 +46,21 @@ class Completer:
         return self._loading is not None and not self._loading.done()
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the model could not be loaded."""
-        return self._loading is not None and self._loading.done() and self.engine is None
+    def load_error(self) -> BaseException | None:
+        """Why the model could not be loaded; None if it could, or if that is not known yet."""
+        if self._loading is None or not self._loading.done() or self._loading.cancelled():
+            return None
+        return self._loading.exception()
 
     async def complete(self, gap: Gap, max_tokens: int) -> Suggestion:
         """What the model writes into `gap`. Cancelling it aborts the request in the engine.
 
-        Raises `PromptError`, `ConfigError`, `CheckpointError`, `EngineGenerateError` or `EngineDeadError`. An engine
-        that could not be loaded is not tried again.
+        Raises `PromptError` for what is wrong with the request. Every other error is the engine's: `ConfigError`,
+        `CheckpointError`, `EngineGenerateError` or `EngineDeadError`. An engine that could not be loaded is not tried
+        again.
         """
         if not 1 <= max_tokens <= MAX_NEW_TOKENS:
-            raise ConfigError(f"max_tokens={max_tokens} must be from 1 to {MAX_NEW_TOKENS}")
+            raise PromptError(f"max_tokens={max_tokens} must be from 1 to {MAX_NEW_TOKENS}")
         if self._loading is None:
             self._loading = asyncio.ensure_future(asyncio.to_thread(self._load_and_watch))
         engine = await asyncio.shield(self._loading)  # a cancelled request does not cancel the load
@@ -69,7 +72,7 @@ class Completer:
         inner = engine.llm_engine
         context = min(inner.max_model_len, MAX_CONTEXT)
         if max_tokens > context // 2:
-            raise ConfigError(f"max_tokens={max_tokens} is over half of the context of {context} tokens; lower it")
+            raise PromptError(f"max_tokens={max_tokens} is over half of the context of {context} tokens; lower it")
         tokenizer, room = inner.engine.tokenizer, context - max_tokens
         prompt = await asyncio.to_thread(gap_prompt, tokenizer, inner.model, gap, room)
         params, name = suggestion_params(gap.suffix, max_tokens), f"completion-{next(self._numbers)}"

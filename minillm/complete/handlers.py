@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import asdict
 from functools import cached_property
+from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from tornado import web
 
-from minillm.errors import ConfigError, MinillmError, PromptError
+from minillm.errors import MinillmError, PromptError
 
 if TYPE_CHECKING:
     from minillm.complete.completer import Completer
@@ -105,8 +106,6 @@ class CompletionHandler(_Handler):
             found = await self.lazy.completer.complete(Gap(asked.prefix, asked.suffix), asked.max_tokens)
         except PromptError as problem:
             return BAD_REQUEST, _error(problem)
-        except ConfigError as problem:
-            return (UNAVAILABLE if self.lazy.completer.has_failed else BAD_REQUEST), _error(problem)
         except MinillmError as problem:
             return UNAVAILABLE, _error(problem)
         except Exception as problem:
@@ -130,6 +129,8 @@ class PanelHandler(_Handler):
         completer = self.lazy.completer
         if completer.is_loading:
             return "<p>The model is being loaded.</p>"
+        if completer.load_error is not None:
+            return f"<p>The model could not be loaded: {escape(str(completer.load_error))}</p>"
         if completer.newest is None:
             return "<p>Nothing has been completed yet.</p>"
         from minillm.complete.pictures import panel_html

@@ -1,7 +1,8 @@
 """The prompt for a gap in code: fill in the middle where the model can, else the text before the gap.
 
 A prompt that is too long loses text at its start. What is left must begin at the same place after the next key, or no
-block of the prefix cache would fit. So the start moves in steps of a quarter of the limit, to the beginning of a line:
+block of the prefix cache would fit. So the start moves in steps of a quarter of the limit, to the beginning of a line
+if one begins within a step:
 
     key 1   ········│def f(n): …  retu│     dropped │ kept │
     key 2   ········│def f(n): …  retur│    the same start: all full blocks are cached
@@ -79,15 +80,19 @@ def gap_prompt(tokenizer: Tokenizer, model: str, gap: Gap, limit: int) -> GapPro
 
 
 def end_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
-    """The end of `text`, with at most `limit` tokens. It begins at a line if there is one to begin at."""
+    """The end of `text`, with at most `limit` tokens. It begins at a line if one begins within a step; else a long line
+    is cut inside, rather than lost."""
     step = max(1, limit // STEPS)
-    kept = _from_line(text, _whole_steps(len(text) - limit * CHARACTERS_PER_TOKEN, step * CHARACTERS_PER_TOKEN))
+    width = step * CHARACTERS_PER_TOKEN
+    begin = _whole_steps(len(text) - limit * CHARACTERS_PER_TOKEN, width)
+    kept = _from_line(text, begin, begin + width)
     while True:
         encoded = tokenizer.backend.encode(kept)
         drop = _whole_steps(len(encoded.ids) - limit, step)
         if not drop:
             return kept
-        kept = _from_line(kept, encoded.offsets[min(drop, len(encoded.ids) - 1)][0] or 1)
+        begin, end = (encoded.offsets[min(number, len(encoded.ids) - 1)][0] for number in (drop, drop + step))
+        kept = _from_line(kept, begin or 1, end)
 
 
 def start_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
@@ -100,11 +105,11 @@ def start_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
     return text[: text.rfind("\n") + 1] or text
 
 
-def _from_line(text: str, begin: int) -> str:
-    """`text` from the first line that starts at character `begin` or later; from `begin` if none does."""
+def _from_line(text: str, begin: int, end: int) -> str:
+    """`text` from the first line that starts at one of the characters `begin` to `end`; from `begin` if none does."""
     if begin == 0:
         return text
-    line = text.find("\n", begin - 1) + 1
+    line = text.find("\n", begin - 1, end) + 1
     return text[line if 0 < line < len(text) else begin :]
 
 

@@ -28,10 +28,9 @@ def check_function(
     """
     key = key or AnswerKey(find(exercise))
     key.expected(0)  # here and not in the child, so that its imports and compiled code are kept
-    check = _Check(key, function, limits)
-    if key.exercise.guarded and can_guard():
-        return check.result(run_guarded(check.run, check.receive, limits))
-    return check.result(_run_here(check))
+    is_guarded = key.exercise.guarded and can_guard()
+    check = _Check(key, function, limits.lowered() if is_guarded else limits)
+    return check.result(run_guarded(check.run, check.receive, check.limits) if is_guarded else _run_here(check))
 
 
 def _run_here(check: _Check) -> ChildExit | None:
@@ -55,7 +54,7 @@ class _Check:
     def run(self, send: Send) -> None:
         """Try case after case. Sends the index of each, the result when the first fails, and the result at the end.
 
-        Stops when the function is out of time or memory, or wrote beyond an array.
+        Stops when the function is out of time or memory, or has accessed what is outside of an array.
         """
         outcomes: list[Outcome] = []
         problems: list[str] = []

@@ -19,6 +19,7 @@ from minillm.version import __version__
 WHEEL = f"minillm_lessons-{__version__}-py3-none-any.whl"
 CHECK = "pytest --nbval-lax --nbval-cell-timeout=300 -p no:cacheprovider"
 """What the workflow runs on a notebook, with MINILLM_STRICT=1. The time is in seconds."""
+CHECK_FILE = ".github/workflows/check.yml"
 WORKFLOW = """\
 # Every exercise of every notebook is a red or a green cell. A notebook is red until all of its exercises are solved.
 name: check
@@ -97,22 +98,28 @@ def write_classroom(root: Path, names: list[str] | None, target: Path) -> list[P
 
     Raises:
         LessonError: an unknown lesson, or one that is not built.
-        ConfigError: `target` is a file, or the clone itself.
+        ConfigError: `target` is a file, or has files of another project that would be overwritten.
     """
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file; --classroom needs the name of a folder")
-    if target.resolve() == root.resolve():
-        raise ConfigError(f"{target} is the clone itself; --classroom needs another folder, such as ../course")
     lessons, home = choose(root, names), read_home(root)
     if missing := [lesson for lesson in lessons if not lesson.lesson.exists()]:
         raise LessonError(f"{missing[0].lesson} does not exist; run: minillm build {missing[0].number:02}")
     files = {
-        ".github/workflows/check.yml": WORKFLOW.format(lessons=", ".join(one.name for one in lessons), check=CHECK),
+        CHECK_FILE: WORKFLOW.format(lessons=", ".join(one.name for one in lessons), check=CHECK),
         ".gitignore": IGNORED,
         "README.md": README.format(table=_table(lessons), check=CHECK, first=lessons[0].name),
         "requirements.txt": REQUIREMENTS.format(package=_package(home)),
         "lessons/glossary.md": glossary.page({lesson.number: lesson.lesson.name for lesson in lessons}),
     }
+    copied = {"LICENSE": root / "LICENSE"}
+    if not home.repository:
+        copied[WHEEL] = root / "dist" / WHEEL
+    taken = [target / name for name in (*files, *copied) if (target / name).exists()]
+    if taken and not _is_classroom(target):
+        raise ConfigError(
+            f"{taken[0]} would be overwritten; --classroom needs a new folder, or one that it has written"
+        )
     written = []
     for name, text in files.items():
         path = target / name
@@ -124,11 +131,15 @@ def write_classroom(root: Path, names: list[str] | None, target: Path) -> list[P
         if not path.exists():
             shutil.copyfile(lesson.lesson, path)
             written.append(path)
-    copied = {"LICENSE": root / "LICENSE"}
-    if not home.repository:
-        copied[WHEEL] = root / "dist" / WHEEL
     written += [Path(shutil.copyfile(path, target / name)) for name, path in copied.items() if path.exists()]
     return written
+
+
+def _is_classroom(folder: Path) -> bool:
+    """Whether `write_classroom` has written this folder: its workflow is there, which is written first."""
+    check = folder / CHECK_FILE
+    first_line = WORKFLOW.partition("\n")[0]
+    return check.is_file() and check.read_text(encoding="utf-8", errors="replace").startswith(first_line)
 
 
 def _package(home: Home) -> str:

@@ -66,7 +66,7 @@ def out_of_time(limits: Limits) -> str:
 
 def out_of_memory(limits: Limits) -> str:
     """The message for a function that asks for too much memory."""
-    return f"your function asked for more than {limits.memory / GIB:g} GiB of memory"
+    return f"your function asked for more than {limits.memory / GIB:.3g} GiB of memory"
 
 
 def signal_name(number: int) -> str:

@@ -41,7 +41,7 @@ CANARY = {
 
 
 class OutOfBoundsError(LessonError):
-    """A function wrote outside of an array, or into an input."""
+    """A function read or wrote outside of an array, or wrote into an input."""
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,24 @@ class Limits:
     seconds: float = 20.0
     memory: int = 2 * GIB
 
+    def lowered(self) -> Limits:
+        """These limits, lowered to what the hard limits of this process (`ulimit`) leave to a child.
+
+        Its time ends a second before the hard limit, where the system kills a process at once (SIGKILL).
+        """
+        if not sys.platform.startswith("linux"):
+            return self
+        import resource
+
+        seconds, memory = self.seconds, self.memory
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        if most != resource.RLIM_INFINITY:
+            seconds = min(seconds, max(1, most - 1))
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        if most != resource.RLIM_INFINITY:
+            memory = min(memory, max(0, most - psutil.Process().memory_info().vms))
+        return Limits(seconds, memory)
+
 
 @dataclass(frozen=True)
 class ChildExit:
@@ -92,11 +110,11 @@ def can_guard() -> bool:
 def run_guarded(work: Work, receive: Send, limits: Limits | None = None, only_bytes: bool = False) -> ChildExit | None:
     """Run `work(send)` in a child process and pass its messages to `receive`. None if it finished, else how it died.
 
-    Its prints appear on this process's `sys.stdout` and `sys.stderr`. Interrupting this process ends the child.
-    `only_bytes`: messages are bytes, and nothing is unpickled here. Otherwise they are pickled: only for code that may
-    run in this process too, because unpickling can run code that the child chose.
+    The limits are `limits.lowered()`. Its prints appear on this process's `sys.stdout` and `sys.stderr`. Interrupting
+    this process ends the child. `only_bytes`: messages are bytes, and nothing is unpickled here. Otherwise they are
+    pickled: only for code that may run in this process too, because unpickling can run code that the child chose.
     """
-    limits = limits or Limits()
+    limits = (limits or Limits()).lowered()
     reader, writer = Pipe(duplex=False)
     with tempfile.TemporaryFile() as noise:
         sys.stdout.flush()

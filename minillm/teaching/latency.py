@@ -20,9 +20,9 @@ from minillm.llm import LLM
 from minillm.ops.cpu.panels import pack
 from minillm.ops.cpu.simd import LANES
 from minillm.outputs import RequestOutput
-from minillm.request import Request
 from minillm.sampling import SamplingParams
 from minillm.teaching.drives.triton_kernels import interpreting
+from minillm.teaching.submitted import submitted
 from minillm.trace import Event, StepRan
 
 Marks = list[tuple[float, str]]
@@ -80,7 +80,6 @@ def record_marks(
             "first"
         )
     marks: Marks = []
-    group: list[Request] = []
 
     def mark(name: str) -> None:
         marks.append((clock(), name))
@@ -91,17 +90,16 @@ def record_marks(
     llm.engine.listeners.append(note)
     try:
         mark("Start")
-        group = llm.submit(prompt, params)
-        [request] = group
-        if request.detokenizer is not None:
-            request.detokenizer = _Watched(request.detokenizer, mark)
-        while not request.finished:
-            llm.engine.step()
-        output = llm.llm_engine.output(group)
-        mark("End")
+        with submitted(llm, prompt, params) as group:
+            [request] = group
+            if request.detokenizer is not None:
+                request.detokenizer = _Watched(request.detokenizer, mark)
+            while not request.finished:
+                llm.engine.step()
+            output = llm.llm_engine.output(group)
+            mark("End")
     finally:
         llm.engine.listeners.remove(note)
-        llm.llm_engine.discard(group)
     return marks, output
 
 

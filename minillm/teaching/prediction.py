@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 from minillm.errors import LessonError
 
@@ -35,6 +36,7 @@ class Predictions:
     def compare(self, name: str, answer: float, unit: str = "") -> None:
         """Print the prediction, `answer` (counted, modelled or measured) and the factor between them. `unit` is by
         default that of the prediction."""
+        answer = _plain(answer)
         value, predicted_unit = self.commitments.get(name, (None, ""))
         unit = unit or predicted_unit
         if value is None:
@@ -44,9 +46,15 @@ class Predictions:
             print(f"{name}: {both}: {_verdict(value, answer)}")
 
 
+def _plain(value: Any) -> Any:
+    """A number of NumPy or PyTorch as a number of Python; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def _number(value: object) -> float | None:
-    """A finite number, of NumPy's types too, as an int or a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    """A finite number, of NumPy or PyTorch too, as an int or a float; None for anything else."""
+    value = _plain(value)
+    if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= sys.float_info.max:
         return None
     return int(value) if isinstance(value, Integral) else float(value)
 

@@ -89,6 +89,9 @@ def test_a_book_is_replaced_and_other_folders_are_not(
     with pytest.raises(LessonError, match="not a book"):
         build_book(ROOT, kept)
     assert (kept / "diary.txt").exists()
+    with pytest.raises(LessonError, match=r"diary\.txt is a file; --out needs the name of a folder"):
+        build_book(ROOT, kept / "diary.txt")
+    assert (kept / "diary.txt").read_text() == "dear diary"
     old = tmp_path / "old"
     shutil.copytree(book, old)
     build_book(ROOT, old, replays=())
@@ -121,6 +124,21 @@ def test_a_book_that_could_not_be_written_to_the_end_is_replaced(
         build_book(ROOT, out)
     build_book(ROOT, out)
     assert {file.name for file in out.iterdir()} == {"index.html", site.MARKER}
+
+
+def test_a_link_in_a_book_is_removed_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "write_pages", lambda *_: None)
+    monkeypatch.setattr(site, "_sphinx", lambda pages, html, *_: html.mkdir() or [])
+    out, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    for folder in (out / "v1", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "page.html").touch()
+    (out / site.MARKER).touch()
+    (out / "latest").symlink_to(out / "v1")
+    (out / "a").symlink_to(elsewhere)
+    build_book(ROOT, out)
+    assert [file.name for file in out.iterdir()] == [site.MARKER]
+    assert (elsewhere / "page.html").exists()
 
 
 def test_a_clone_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:

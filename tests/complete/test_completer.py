@@ -16,7 +16,7 @@ from minillm.complete.engine import engine_args
 from minillm.complete.pictures import panel_html
 from minillm.complete.prompt import Gap
 from minillm.complete.suggestion import shown_text, suggestion_params
-from minillm.errors import CheckpointError, ConfigError, EngineDeadError
+from minillm.errors import CheckpointError, EngineDeadError, PromptError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.trace import EngineStarted, RequestAdded, RequestFinished
 from tests.conftest import TinyPair
@@ -168,7 +168,7 @@ def test_an_engine_that_has_ended_is_reported(tiny: TinyPair) -> None:
 def test_a_wrong_number_of_tokens_is_refused(tiny: TinyPair, max_tokens: int, limit: str) -> None:
     async def job(completer: Completer) -> None:
         await completer.complete(Gap(CODE), 4)
-        with pytest.raises(ConfigError, match=f"max_tokens={max_tokens} .*{limit}"):
+        with pytest.raises(PromptError, match=f"max_tokens={max_tokens} .*{limit}"):
             await completer.complete(Gap(CODE), max_tokens)
 
     completing(tiny, job)

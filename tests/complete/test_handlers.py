@@ -189,11 +189,15 @@ def test_a_bad_request_is_told_what_is_wrong(tiny, tmp_path, monkeypatch, body, 
 @pytest.mark.parametrize("kind", [CheckpointError, ConfigError])
 def test_a_missing_model_is_named(tiny, tmp_path, monkeypatch, kind) -> None:
     def load() -> None:
-        raise kind("no bundled model is called 'minimus'")
+        raise kind("no bundled model is called <minimus>")
 
     async def job(jupyter: Jupyter) -> None:
         answer = await jupyter.ask("", {"prefix": CODE})
-        assert answer.code == 503 and "minimus" in json.loads(answer.body)["error"]
+        assert answer.code == 503 and "<minimus>" in json.loads(answer.body)["error"]
+        answer = await jupyter.ask("", {"prefix": CODE, "max_tokens": 0})
+        assert answer.code == 400 and "max_tokens=0" in json.loads(answer.body)["error"], "the fault of the request"
+        html = json.loads((await jupyter.ask("/panel")).body)["html"]
+        assert "could not be loaded" in html and "&lt;minimus&gt;" in html
 
     served(tiny, tmp_path, monkeypatch, job, load)
 

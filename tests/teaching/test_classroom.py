@@ -113,14 +113,29 @@ def test_work_in_the_folder_is_kept(course) -> None:
     assert (folder / "README.md").read_text() != "old"
 
 
+@pytest.mark.parametrize("name", ["README.md", ".gitignore", "LICENSE", ".github/workflows/check.yml"])
+@pytest.mark.parametrize("place", [".", "another project"])
+def test_files_of_another_project_are_never_overwritten(course, name: str, place: str) -> None:
+    """Also not those of the clone itself."""
+    (course / "LICENSE").write_text("of the clone")
+    file = course / place / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("as it was")
+    before = sorted((course / place).rglob("*"))
+    with pytest.raises(ConfigError, match="would be overwritten; --classroom needs a new folder"):
+        write_classroom(course, None, course / place)
+    assert file.read_text() == "as it was" and sorted((course / place).rglob("*")) == before
+
+
+def test_an_empty_repository_of_git_becomes_the_one_of_the_class(course) -> None:
+    (course / "class" / ".git").mkdir(parents=True)
+    assert course / "class" / "README.md" in write_classroom(course, None, course / "class")
+
+
 def test_bad_input_says_what_is_wrong(course) -> None:
     (course / "file").write_text("")
     with pytest.raises(ConfigError, match="file is a file; --classroom needs"):
         write_classroom(course, None, course / "file")
-    (course / "README.md").write_text("of the clone")
-    with pytest.raises(ConfigError, match="is the clone itself; --classroom needs another folder"):
-        write_classroom(course, None, course / "lessons" / "..")
-    assert (course / "README.md").read_text() == "of the clone"
     with pytest.raises(LessonError, match="no lesson is called '12'"):
         write_classroom(course, ["12"], course / "class")
     (course / "lessons" / "90_sample.ipynb").unlink()

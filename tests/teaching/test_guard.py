@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -294,6 +295,27 @@ def test_where_the_process_has_lower_limits_a_right_answer_passes():
     got = []
     assert guard.run_guarded(work, got.append, LONG) is None
     assert got == ["PASS 2/2  l90.plus_one"]
+
+
+@linux
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [(endless, r"did not return within 2 s \("), (hoards, r"asked for more than 0\.(5|4\d*) GiB of memory")],
+)
+def test_where_the_process_has_lower_limits_the_check_names_these(answer, says):
+    """Not the limits that the check asks for, nor the SIGKILL that ends a process at its hard limit of time."""
+
+    def work(send):
+        import resource
+
+        size = psutil.Process().memory_info().vms + guard.GIB // 2
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+        send(str(check_function(EXERCISE, answer, Limits(seconds=20.0, memory=2 * guard.GIB))))
+
+    got = []
+    assert guard.run_guarded(work, got.append, LONG) is None
+    assert re.search(says, got[0])
 
 
 @linux

@@ -38,7 +38,7 @@ from minillm.teaching.result import Status
 ROOT = Path(__file__).parents[2]
 CLEAN = {
     "numbers of out never written": 0,
-    "numbers written beyond out": 0,
+    "numbers written outside of out": 0,
     "input numbers overwritten": 0,
     "blocks loaded without a mask": [],
 }
@@ -150,6 +150,17 @@ def test_a_kernel_that_writes_nothing_leaves_nan():
     assert "nan instead of" in text
 
 
+def test_a_write_in_front_of_the_result_is_said_to_be_outside_of_it():
+    body = """
+        row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + column, mask=column < columns)
+        tl.store(out_ptr + row * out_stride + column - 1, x, mask=column < columns)
+    """
+    head = "@triton.jit\ndef copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constexpr):\n"
+    report = str(check_function("l08.copy_kernel", kernel_of(head + textwrap.indent(textwrap.dedent(body), "    "))))
+    assert "1 number written outside of out" in report and "beyond" not in report
+
+
 def test_another_right_way_passes():
     """Clamped places instead of a mask on the load, `tl.where` instead of `other`, one name for the pointers."""
     body = """
@@ -238,6 +249,11 @@ def test_loads_without_other_are_found_in_the_source(load: str, count: int):
         ("d: tl.tensor = tl.arange(0, 8)\n    x = tl.load(p + d)", 1),
         ("c %= n\n    x = tl.load(p + c)", 0),
         ("c = tl.load(p + c)", 1),
+        ("while tl.sum(tl.load(p + c), 0) > 0:\n        c += 1", 1),
+        ("if tl.max(tl.load(p + tl.arange(0, 8)), 0) > 0:\n        row += 1", 1),
+        ("for _ in range(tl.max(tl.load(p + c), 0)):\n        row += 1", 1),
+        ("for _ in range(tl.load(p + row)):\n        row += 1", 0),
+        ("[d, r] = tl.arange(0, 8), 0\n    x = tl.load(p + d)", 1),
     ],
 )
 def test_loads_without_a_mask_are_found_in_the_source(line: str, count: int):

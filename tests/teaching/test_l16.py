@@ -206,7 +206,17 @@ def test_other_split_products_pass(answer) -> None:
     assert check_function("l16.column_parallel", answer).passed
 
 
-@pytest.mark.parametrize("product", [torch.inner, lambda x, w: torch.linalg.matmul(x, w.T)])
+@pytest.mark.parametrize(
+    "product",
+    [
+        torch.inner,
+        lambda x, w: torch.linalg.matmul(x, w.T),
+        lambda x, w: torch.linalg.multi_dot([x, w.T]),
+        lambda x, w: torch.linalg.vecdot(x[:, None], w),
+        lambda x, w: torch.zeros(len(x), len(w)).addmm_(x, w.T),
+        lambda x, w: w.T.__rmatmul__(x),
+    ],
+)
 def test_products_with_the_whole_matrix_are_not_split(product) -> None:
     answer = lambda x, w, b, rank, size: (product(x, w) + b).chunk(size, 1)[rank]  # noqa: E731
     assert not check_function("l16.column_parallel", answer).passed
@@ -240,7 +250,37 @@ def test_products_with_the_whole_matrix_are_not_split(product) -> None:
             ),
             1,
         ),
+        (
+            lambda parts, w, b: (
+                torch.einsum(
+                    "p...->...",
+                    torch.stack([p @ c.T for p, c in zip(parts, w.chunk(len(parts), 1), strict=True)]),
+                )
+                + b
+            ),
+            1,
+        ),
+        (
+            lambda parts, w, b: (
+                torch.einsum(
+                    "pto->to", torch.stack([p @ c.T for p, c in zip(parts, w.chunk(len(parts), 1), strict=True)])
+                )
+                + b
+            ),
+            1,
+        ),
+        (
+            lambda parts, w, b: (
+                sum(torch.linalg.multi_dot([p, c.T]) for p, c in zip(parts, w.chunk(len(parts), 1), strict=True)) + b
+            ),
+            1,
+        ),
         (lambda parts, w, b: torch.inner(torch.cat(parts, 1), w) + b, 0),
+        (lambda parts, w, b: torch.linalg.multi_dot([torch.cat(parts, 1), w.T]) + b, 0),
+        (lambda parts, w, b: torch.linalg.vecdot(torch.cat(parts, 1)[:, None], w) + b, 0),
+        (lambda parts, w, b: torch.zeros(len(parts[0]), len(w)).addmm_(torch.cat(parts, 1), w.T) + b, 0),
+        (lambda parts, w, b: torch.stack([torch.zeros(len(w)).addmv_(w, x) for x in torch.cat(parts, 1)]) + b, 0),
+        (lambda parts, w, b: w.T.__rmatmul__(torch.cat(parts, 1)) + b, 0),
         (lambda parts, w, b: torch.tensordot(torch.cat(parts, 1), w.T, 1) + b, 0),
         (lambda parts, w, b: torch.einsum("...i,oi->...o", torch.cat(parts, 1), w) + b, 0),
         (lambda parts, w, b: torch.nn.functional.linear(torch.cat(parts, 1), w, b), 0),
@@ -286,6 +326,23 @@ def test_a_script_runs_on_vllm_if_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     trace, where = l16_vllm.run_or_recorded(script, "m", ["a"])
     assert "did not run (RuntimeError: Failed to infer device type): this is a recorded run" in where
     assert isinstance(trace, Trace)
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [(RuntimeError("\n  No device.\nMore."), "RuntimeError: No device."), (SystemExit(1), "SystemExit: 1")],
+)
+def test_whatever_ends_vllm_the_lesson_goes_on_and_says_it(
+    monkeypatch: pytest.MonkeyPatch, problem: BaseException, words: str
+) -> None:
+    def ends(model: str) -> None:
+        raise problem
+
+    monkeypatch.setattr(l16_vllm, "find_spec", lambda name: object())
+    monkeypatch.setitem(os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setitem(__import__("sys").modules, "vllm", type("vllm", (), {"LLM": ends}))
+    trace, where = l16_vllm.run_or_recorded("from {module} import LLM\nLLM(model)\n", "m", ["a"])
+    assert f"did not run ({words}): this is a recorded run" in where and isinstance(trace, Trace)
 
 
 def test_the_recorded_run_is_the_one_that_is_tested() -> None:

@@ -12,6 +12,7 @@ from minillm.beside.chunked_training import SavedBytes
 from minillm.beside.contrastive import dense_contrastive_loss
 from minillm.beside.embedding_codes import EmbeddingCodes, lloyd_step
 from minillm.beside.structured_linear import Blast
+from minillm.errors import LessonError
 from minillm.models.loading import load_model
 from minillm.teaching.check_function import check_function
 from minillm.teaching.drives import l17 as drive
@@ -167,6 +168,13 @@ def test_a_replaced_matrix_changes_the_loss_and_comes_back(model) -> None:
 def test_a_last_piece_of_one_token_adds_nothing_to_the_loss(model) -> None:
     ids = torch.tensor([3 + i * i % 90 for i in range(61)])
     assert measure.loss(model, ids, 30) == measure.loss(model, ids[:60], 30)
+
+
+@pytest.mark.parametrize(("num_tokens", "length"), [(0, 30), (1, 30), (60, 1)])
+def test_a_text_without_a_token_to_predict_is_refused(model, num_tokens: int, length: int) -> None:
+    ids = torch.arange(num_tokens)
+    with pytest.raises(LessonError, match=f"a text of {num_tokens} tokens, length={length}.*at least two tokens"):
+        measure.loss(model, ids, length)
 
 
 def test_int4_is_smaller_and_coarser_than_int8() -> None:

@@ -162,6 +162,13 @@ def test_prediction_may_be_a_number_of_numpy(capsys, value, shown):
     assert f"you predicted {shown} bytes" in (out := capsys.readouterr().out) and "2 times too low" in out
 
 
+@pytest.mark.parametrize("answer", [131_072, np.int64(131_072), torch.tensor(131_072)])
+def test_answer_may_be_a_number_of_numpy_or_pytorch(capsys, answer):
+    predict("l90.bytes", torch.tensor(65_536), "bytes")
+    reveal("l90.bytes", answer)
+    assert "you predicted 65,536 bytes, the answer is 131,072 bytes: you were 2 times" in capsys.readouterr().out
+
+
 def test_prediction_that_is_no_number_says_what_to_write():
     with pytest.raises(LessonError, match="write a number such as 4096"):
         predict("l90.bytes", "many", "bytes")
@@ -169,3 +176,5 @@ def test_prediction_that_is_no_number_says_what_to_write():
         predict("l90.bytes", float("nan"), "bytes")
     with pytest.raises(LessonError, match="write a number such as 4096"):
         predict("l90.bytes", np.bool_(True), "bytes")
+    with pytest.raises(LessonError, match="write a number such as 4096"):
+        predict("l90.bytes", 10**400, "bytes")

@@ -64,17 +64,19 @@ def _argument(call: ast.Call, place: int, name: str) -> bool:
     return any(not (isinstance(value, ast.Constant) and value.value is None) for value in given)
 
 
-def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Simple statements in order, including those inside loops and branches."""
+def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """Simple statements in order, including those inside loops and branches; before these the expressions of their
+    headers."""
     for node in body:
         inner = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
         if inner:
+            yield from (part for part in ast.iter_child_nodes(node) if isinstance(part, (ast.expr, ast.withitem)))
             yield from _in_order(inner)
         else:
             yield node
 
 
-def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+def _bound(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """The names that a simple statement binds, each with the expression that it is bound to, as far as it shows one."""
     pairs: list[tuple[ast.expr, ast.expr]] = []
     if isinstance(node, ast.Assign):
@@ -84,7 +86,7 @@ def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
     elif isinstance(node, ast.AugAssign):
         pairs = [(node.target, ast.BinOp(node.target, node.op, node.value))]
     for target, value in pairs:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, (ast.Tuple, ast.List)):
             pairs += zip(target.elts, value.elts, strict=False)
         elif isinstance(target, ast.Name):
             yield target.id, value

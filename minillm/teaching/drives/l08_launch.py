@@ -125,7 +125,7 @@ def launch(
         found = {
             "out": out.tensor.cpu(),
             "numbers of out never written": out.num_unwritten(),
-            "numbers written beyond out": out.num_changed(outside=True),
+            "numbers written outside of out": out.num_changed(outside=True),
             "input numbers overwritten": sum(fence.num_changed(outside=False) for fence in inputs),
             "blocks loaded without a mask": [] if full else unmasked_loads(tree),
         }

@@ -10,14 +10,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Function = Callable[..., Any]
-PRODUCTS = {"matmul", "__matmul__", "linalg_matmul", "mm", "bmm", "mv", "dot", "inner", "linear"}
+PRODUCTS = {"matmul", "__matmul__", "linalg_matmul", "mm", "bmm", "mv", "dot", "linalg_vecdot", "inner", "linear"}
 ADDED_PRODUCTS = {"addmm", "addmv", "addbmm", "baddbmm"}
+"""They have a name with `_` too, which adds to the first operand in place."""
 OTHER_AXES = "0123456789"
 """In an einsum, letters for the axes that `...` stands for."""
 
 
 class Products(TorchFunctionMode):
-    """The matrix products that PyTorch computes: the most results of one, and the most inputs of one result."""
+    """The matrix products that PyTorch computes: the most results of one, and the most inputs of one result.
+
+    A sum of element-wise products is not seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,8 +32,14 @@ class Products(TorchFunctionMode):
         found = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in PRODUCTS:
-            self._count(found, (args[0] if args else kwargs["input"]).shape[-1])
-        elif name in ADDED_PRODUCTS:
+            first = args[0] if args else kwargs.get("input", kwargs.get("x"))
+            self._count(found, first.shape[kwargs.get("dim", -1)])
+        elif name == "__rmatmul__":  # a method of the second operand
+            self._count(found, args[1].shape[-1])
+        elif name == "linalg_multi_dot":
+            factors = args[0] if args else kwargs["tensors"]
+            self._count(found, max(factor.shape[-1] for factor in factors[:-1]))
+        elif name.removesuffix("_") in ADDED_PRODUCTS:
             named = next((kwargs[key] for key in ("mat1", "mat", "batch1") if key in kwargs), None)
             self._count(found, (args[1] if named is None else named).shape[-1])
         elif name == "tensordot":  # both operands have the inputs: together they have results · inputs² numbers
@@ -43,8 +53,10 @@ class Products(TorchFunctionMode):
 
 
 def _summed(equation: str, operands: Sequence[Any]) -> int:
-    """How many products are added for one result of an einsum."""
+    """How many products are added for one result of an einsum; 0 for a single operand, which has no products."""
     names, arrow, out = equation.replace(" ", "").partition("->")
+    if "," not in names:
+        return 0
     if not arrow:  # then the result has the axes of `...`, and the letters that occur once
         out = "..." + "".join(letter for letter in names if names.count(letter) == 1)
     tensors = operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands

@@ -36,10 +36,11 @@ def loads_without_mask(attempt: Attempt) -> str | None:
 
 
 def about_rows(attempt: Attempt) -> str | None:
-    """What the kernel wrote outside its result, or else which rows or columns are wrong."""
-    for name in ("numbers written beyond out", "input numbers overwritten"):
-        if attempt.got[name]:
-            return f"{attempt.got[name]} {name}: look at the address and the mask of the store"
+    """What the kernel wrote outside of its result, or else which rows or columns are wrong."""
+    for name in ("numbers written outside of out", "input numbers overwritten"):
+        if count := attempt.got[name]:
+            counted = name if count > 1 else name.replace("numbers", "number")
+            return f"{count} {counted}: look at the address and the mask of the store"
     return about_tensor(attempt.expected["out"], attempt.got["out"], ("row", "column"), "out")
 
 

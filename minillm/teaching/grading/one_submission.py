@@ -97,7 +97,7 @@ class _Verdict:
 
     def __init__(self, key: AnswerKey, rules: Rules, told: Told, files: Sequence[str]) -> None:
         self.key, self.rules, self.told, self.files = key, rules, told, set(files)
-        self.judge = Judge(key, rules.limits)
+        self.judge = Judge(key, rules.limits.lowered())
         self.name = key.exercise.name
 
     def grade(self) -> ExerciseGrade:

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 from minillm import LLM, SamplingParams
 from minillm.cache.block_pool import BlockPoolError
+from minillm.teaching.submitted import submitted
 
 
 def average_waste(engine: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[float, float]:
     """Mean over all steps of: wasted slots per running request, and the filled part of the allocated slots."""
     block_size = engine.engine.pool.block_size
-    requests = engine.submit(list(prompts), params)
     wasted = allocated = running = 0
-    while engine.engine.has_requests:
-        engine.engine.step()
-        for request in requests:
-            if not request.finished:
-                held = len(request.block_table) * block_size
-                wasted += held - request.num_computed_tokens
-                allocated += held
-                running += 1
+    with submitted(engine, list(prompts), params) as requests:
+        while engine.engine.has_requests:
+            engine.engine.step()
+            for request in requests:
+                if not request.finished:
+                    held = len(request.block_table) * block_size
+                    wasted += held - request.num_computed_tokens
+                    allocated += held
+                    running += 1
     return wasted / running, 1 - wasted / allocated
 
 
@@ -44,12 +45,12 @@ def examine(engine: LLM, batches: Sequence[Sequence[tuple[list[int], SamplingPar
     tokens, balanced = [], True
     for batch in batches:
         prompts = [{"prompt_token_ids": list(ids)} for ids, _ in batch]
-        requests = engine.submit(prompts, [params for _, params in batch])
-        while engine.engine.has_requests:
-            engine.engine.step()
-            try:
-                engine.engine.scheduler.check_integrity()
-            except BlockPoolError:
-                balanced = False
+        with submitted(engine, prompts, [params for _, params in batch]) as requests:
+            while engine.engine.has_requests:
+                engine.engine.step()
+                try:
+                    engine.engine.scheduler.check_integrity()
+                except BlockPoolError:
+                    balanced = False
         tokens += [request.output_token_ids for request in requests]
     return Examined(tokens, balanced, engine.engine.pool.num_used)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from minillm import LLM, SamplingParams
 from minillm.request import Request
+from minillm.teaching.submitted import submitted
 from minillm.trace import RequestPreempted, StepRan, Trace
 
 
 def serve(engine: LLM, prompts: Sequence, params: Sequence[SamplingParams], every: int = 0) -> list[Request]:
     """Submit the prompts (all at once, or one every `every` steps), step until all are done, return the requests."""
     requests, left, step = [], list(zip(prompts, params, strict=True)), 0
-    while left or engine.engine.has_requests:
-        while left and (not every or step % every == 0):
-            requests += engine.submit(*left.pop(0))
-            if every:
-                break
-        engine.engine.step()
-        step += 1
+    with ExitStack() as stack:
+        while left or engine.engine.has_requests:
+            while left and (not every or step % every == 0):
+                requests += stack.enter_context(submitted(engine, *left.pop(0)))
+                if every:
+                    break
+            engine.engine.step()
+            step += 1
     return requests
 
 
@@ -53,19 +56,22 @@ class LatePrompt:
 def serve_late_prompt(
     engine: LLM, prompts: Sequence[str], reading: Sequence[SamplingParams], long_prompt: dict
 ) -> LatePrompt:
-    """Let all `prompts` begin to decode, then submit `long_prompt`, and step until it has its first token."""
-    readers = engine.submit(list(prompts), list(reading))
-    while any(not reader.num_output_tokens for reader in readers):
-        engine.engine.step()
-    [last] = engine.submit(long_prompt, SamplingParams(temperature=0, max_tokens=2))
+    """Let all `prompts` begin to decode, then submit `long_prompt`, and step until it has its first token.
+
+    Then all of them are aborted.
+    """
     largest = waited = most_left_out = 0
-    with engine.trace() as trace:
-        while not last.num_output_tokens:
-            at_it = sum(not reader.finished for reader in readers)
+    with submitted(engine, list(prompts), list(reading)) as readers:
+        while any(not reader.num_output_tokens for reader in readers):
             engine.engine.step()
-            work, waited = trace.of(StepRan)[-1].work, waited + 1
-            largest = max(largest, sum(part.num_tokens for part in work) if at_it else 0)
-            most_left_out = max(most_left_out, at_it - sum(part.kind == "decode" for part in work))
+        newcomer = submitted(engine, long_prompt, SamplingParams(temperature=0, max_tokens=2))
+        with newcomer as [last], engine.trace() as trace:
+            while not last.num_output_tokens:
+                at_it = sum(not reader.finished for reader in readers)
+                engine.engine.step()
+                work, waited = trace.of(StepRan)[-1].work, waited + 1
+                largest = max(largest, sum(part.num_tokens for part in work) if at_it else 0)
+                most_left_out = max(most_left_out, at_it - sum(part.kind == "decode" for part in work))
     return LatePrompt(largest, waited, most_left_out)
 
 
@@ -91,7 +97,8 @@ class Served:
     def longest_stall(self) -> int:
         """Most steps in a row in which a decoding request got no token.
 
-        The wait after a preemption is not counted: the request decodes again once its prompt is computed again.
+        The wait after a preemption is not counted: the request decodes again once all its tokens but the last are
+        computed again.
         """
         last_seen: dict[str, int] = {}
         longest = 0

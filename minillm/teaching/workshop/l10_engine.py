@@ -15,6 +15,7 @@ from minillm.models.decoder import Decoder
 from minillm.request import Request
 from minillm.sampling import Draw, SamplingRow, probs_from_logits, sample, uniform
 from minillm.speculative.rejection_sampler import AcceptRule, Verdict, draft_distribution
+from minillm.teaching.submitted import submitted
 from minillm.teaching.workshop.l10_words import Judge
 from minillm.tokenizer import Tokenizer
 from minillm.trace import DraftProposed, TokensCommitted, Trace
@@ -63,9 +64,11 @@ class RoundOfRequest:
 
 
 def rounds_of(llm: LLM, prompt: str, params: SamplingParams) -> Iterator[RoundOfRequest]:
-    """Run one request step by step; yields every round after which the request goes on."""
-    [request] = llm.submit(prompt, params)
-    with llm.trace() as trace:
+    """Run one request step by step; yields every round after which the request goes on.
+
+    When the generator ends or is closed, the request is aborted if it still runs.
+    """
+    with submitted(llm, prompt, params) as [request], llm.trace() as trace:
         while not request.finished:
             text, seen = list(request.token_ids), len(trace)
             llm.engine.step()

@@ -29,7 +29,7 @@ def run_or_recorded(script: str, model: str, prompts: Sequence[str]) -> tuple[Tr
             return names["trace"], "vLLM has just run here"
         except UnsupportedError:
             reason = "the vLLM here cannot be watched"
-        except Exception as problem:  # without a GPU, with too little memory, …: vLLM raises many kinds of errors
-            [words, *_] = [*str(problem).splitlines(), "no message"]
+        except (Exception, SystemExit) as problem:  # without a GPU, with too little memory, …: vLLM raises many kinds
+            words = next((line.strip() for line in str(problem).splitlines() if line.strip()), "no message")
             reason = f"the vLLM here did not run ({type(problem).__name__}: {words[:120]})"
     return Trace.load(RECORDED), f"{reason}: this is a recorded run of vLLM 0.32"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minillm.errors import LessonError
 from minillm.models.causal import CausalAttention
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import HeldOutPrompt, calibration_prompts, evaluation_prompts
@@ -47,9 +48,12 @@ def hidden_states(model: Decoder, token_ids: Tensor) -> Tensor:
 def loss(model: Decoder, token_ids: Tensor, length: int = 512) -> float:
     """Mean negative log-probability of the next token, nats, over pieces of `length` tokens.
 
-    The first token of a piece is given, so a last piece of one token adds nothing.
+    The first token of a piece is given, so a last piece of one token adds nothing. Raises `LessonError` if no piece has
+    two tokens.
     """
     pieces = [piece for piece in token_ids.split(length) if len(piece) > 1]
+    if not pieces:
+        raise LessonError(f"a text of {len(token_ids)} tokens, length={length}: a loss needs at least two tokens")
     lost = [
         F.cross_entropy(model.logits(hidden_states(model, piece[:-1])), piece[1:], reduction="sum") for piece in pieces
     ]

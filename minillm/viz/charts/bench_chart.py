@@ -40,12 +40,19 @@ class Bar:
 @dataclass(frozen=True)
 class BarChart(Chart):
     """Bars from 0, with a line at 1 for the baseline. minillm's bars are blue; the others are outlined in the SVG, and
-    grey in plotly."""
+    grey in plotly.
+
+    Raises `ConfigError` if there are no bars.
+    """
 
     title: str
     axis: str
     bars: Sequence[Bar]
     summary: str
+
+    def __post_init__(self) -> None:
+        if not self.bars:
+            raise ConfigError(f"the chart {self.title!r} has no bars and shows nothing; give it at least one Bar")
 
     def to_plotly(self) -> dict[str, object]:
         """The figure as plotly's JSON: `{"data": […], "layout": {…}}`."""

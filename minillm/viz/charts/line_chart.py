@@ -22,8 +22,8 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
 MORE_COLOURS = (INK, PURPLE, BLUE, MUTED, GREEN)
 """From the sixth series on, in turn: each has a contrast of at least 3 : 1 on white."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down")
-HOLLOW = "-open"
-MARKS = (*SYMBOLS, *(symbol + HOLLOW for symbol in SYMBOLS))
+HOLLOW, DOTTED = "-open", "-open-dot"
+MARKS = tuple(symbol + look for look in ("", HOLLOW, DOTTED) for symbol in SYMBOLS)
 """One mark per measured series, filled ones first, so that lines differ without colour; plotly's names."""
 DASHES = (("7 5", "dash"), ("2 4", "dot"), ("10 4 2 4", "dashdot"), ("16 5", "longdash"), ("16 4 2 4", "longdashdot"))
 """One dash per modelled series, for the same reason: SVG's pattern and plotly's name."""
@@ -59,9 +59,9 @@ class Series:
 class LineChart(Chart):
     """A chart that displays itself. `summary` describes the chart in words; it becomes the SVG's description.
 
-    Raises `ConfigError` if the columns of a series have different lengths or are empty, if a value is not finite, if a
-    value on a logarithmic axis is not above 0, if a measured series is not among the first 12, or if more than 5 are
-    modelled: there are no more marks and dashes.
+    Raises `ConfigError` if there is no series, if the columns of a series have different lengths or are empty, if a
+    value is not finite, if a value on a logarithmic axis is not above 0, if a measured series is not among the first
+    18, or if more than 5 are modelled: there are no more marks and dashes.
     """
 
     title: str
@@ -71,6 +71,8 @@ class LineChart(Chart):
     summary: str
 
     def __post_init__(self) -> None:
+        if not self.series:
+            raise ConfigError(f"the chart {self.title!r} has no series and shows nothing; give it at least one Series")
         for series in self.series:
             sizes = {len(series.x), len(series.y), len(series.low or series.y), len(series.high or series.y)}
             if len(sizes) > 1 or sizes == {0}:
@@ -78,8 +80,12 @@ class LineChart(Chart):
                     f"series {series.name!r} has columns of lengths {sorted(sizes)}; all must be equal and above 0"
                 )
             for axis, values in ((self.x, series.x), (self.y, [*series.y, *series.low, *series.high])):
-                if not all(math.isfinite(v) for v in values) or (axis.log and min(values) <= 0):
-                    raise ConfigError(f"series {series.name!r}: {min(values)} does not fit on the axis {axis.label!r}")
+                wrong = [v for v in values if not math.isfinite(v) or (axis.log and v <= 0)]
+                if wrong:
+                    kind = "finite numbers above 0" if axis.log else "finite numbers"
+                    raise ConfigError(
+                        f"series {series.name!r}: {wrong[0]} does not fit on the axis {axis.label!r}, which has {kind}"
+                    )
         if any(series.style == "measured" for series in self.series[len(MARKS) :]):
             raise ConfigError(
                 f"{len(self.series)} series, but only {len(MARKS)} marks exist; "
@@ -274,10 +280,11 @@ def _mark(mark: str, x: float, y: float, colour: str) -> str:
         "cross": "M-5 -1.7h3.3v-3.3h3.4v3.3h3.3v3.4h-3.3v3.3h-3.4v-3.3h-3.3z",
         "triangle-down": "M0 5L5 -4H-5z",
     }
-    hollow = mark.endswith(HOLLOW)
-    paint = {"fill": PAPER, "stroke": colour, "stroke-width": 1.6} if hollow else {"fill": colour}
+    symbol = mark.removesuffix(DOTTED).removesuffix(HOLLOW)
+    paint = {"fill": colour} if mark == symbol else {"fill": PAPER, "stroke": colour, "stroke-width": 1.6}
+    dot = "M-0.8 -0.8h1.6v1.6h-1.6z" if mark.endswith(DOTTED) else ""  # its outline alone fills it
     place = f"translate({number(x)} {number(y)})"
-    return element("path", {"d": shapes[mark.removesuffix(HOLLOW)], **paint, "transform": place})
+    return element("path", {"d": shapes[symbol] + dot, **paint, "transform": place})
 
 
 def _legend(series: Sequence[Series], looks: Sequence[Look]) -> tuple[list[str], int]:

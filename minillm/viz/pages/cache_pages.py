@@ -15,8 +15,8 @@ from minillm.viz.pages.cache_changes import changes, plural
 from minillm.viz.pages.cache_words import describe, pool_size, title, unit
 from minillm.viz.pages.narrow_pages import draw_narrow
 from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw, not_drawn
-from minillm.viz.pages.page_legend import draw_legend
-from minillm.viz.pages.pool_usage import SIDE, draw_history, draw_usage
+from minillm.viz.pages.page_legend import draw_legend, kinds_in
+from minillm.viz.pages.pool_usage import SIDE, draw_history, draw_usage, usage_kinds
 from minillm.viz.pages.sequence_bars import SequenceBars
 
 
@@ -41,7 +41,8 @@ class CachePagesView(View):
         indices = {request.request_id: request.index for request in state.requests.values()}
         pages = [state.page(block_id) for block_id in drawn]
         grid = (SequenceBars if state.whole_sequences else PageGrid)(pages, state.block_size or 1, indices, grid_top)
-        legend, legend_height = draw_legend(pages, grid_top + grid.height + 14, state.keeps_every_token)
+        kinds = kinds_in(pages) | usage_kinds(state)
+        legend, legend_height = draw_legend(kinds, grid_top + grid.height + 14, state.keeps_every_token)
         return card(
             "cache-pages",
             grid_top + grid.height + 28 + legend_height,

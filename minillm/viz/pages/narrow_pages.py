@@ -14,8 +14,8 @@ from minillm.viz.pages.block_tables import draw_chip, draw_table, rows_to_show
 from minillm.viz.pages.cache_changes import changes, plural
 from minillm.viz.pages.cache_words import describe, request_work, title, unit
 from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw, not_drawn
-from minillm.viz.pages.page_legend import draw_legend
-from minillm.viz.pages.pool_usage import draw_history, draw_usage
+from minillm.viz.pages.page_legend import draw_legend, kinds_in
+from minillm.viz.pages.pool_usage import draw_history, draw_usage, usage_kinds
 
 WIDTH = 484
 RIGHT = WIDTH - MARGIN
@@ -34,7 +34,8 @@ def draw_narrow(state: CacheState) -> str:
     drawn = blocks_to_draw(state)
     pages = [state.page(block_id) for block_id in drawn]
     grid = PageGrid(pages, state.block_size or 1, indices, grid_top, narrow=True)
-    legend, legend_height = draw_legend(pages, grid_top + grid.height + 8, state.keeps_every_token, RIGHT)
+    kinds = kinds_in(pages) | usage_kinds(state)
+    legend, legend_height = draw_legend(kinds, grid_top + grid.height + 8, state.keeps_every_token, RIGHT)
     # At least three lines of legend, so that the height of the card is constant as signs come and go.
     history_top = grid_top + grid.height + max(legend_height, LEGEND_HEIGHT) + 46
     name = "places, one per request" if state.whole_sequences else "physical pages, one per block"

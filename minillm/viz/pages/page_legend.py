@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from minillm.trace.page import Page
 from minillm.viz.draw.colours import BLUE, DISCARDED, FAINT, HAIRLINE, INK, ORANGE, PAPER, VERMILLION
@@ -26,21 +26,22 @@ SWATCHES: dict[str, tuple[str, Attributes]] = {
 }
 
 
-def kinds_in(pages: Sequence[Page]) -> list[str]:
-    """The keys of `SWATCHES` that `pages` need, in their order there."""
+def kinds_in(pages: Sequence[Page]) -> set[str]:
+    """The keys of `SWATCHES` that `pages` need."""
     present = {slot for page in pages for slot in set(page.slots)} | {page.state for page in pages}
     present |= {"findable" for page in pages if page.in_prefix_cache and page.state != "cached"}
     present |= {name for page in pages for name in ("evicted", "reused") if getattr(page, name)}
     present |= {"copied" for page in pages if page.copied_from is not None}
     if all(page.state != "free" for page in pages):
         present.discard("free")
-    return [kind for kind in SWATCHES if kind in present]
+    return present
 
 
-def draw_legend(pages: Sequence[Page], top: float, wasted: bool, right: float = RIGHT) -> tuple[str, float]:
-    """The legend of `pages` from `top` down and to the left of `right`, and its height. `wasted`: empty slots are."""
+def draw_legend(kinds: Collection[str], top: float, wasted: bool, right: float = RIGHT) -> tuple[str, float]:
+    """The legend from `top` down and to the left of `right`, and its height. `kinds`: keys of `SWATCHES`; `wasted`:
+    empty slots are waste."""
     parts, x, y = [], float(MARGIN), top
-    for kind in kinds_in(pages):
+    for kind in (kind for kind in SWATCHES if kind in kinds):
         text, look = SWATCHES[kind]
         if kind == "empty" and wasted:
             text += " (waste)"

@@ -1,4 +1,7 @@
-"""The usage of the block pool, now and at the end of each step so far. The legend of the pages explains the fills."""
+"""The usage of the block pool, now and at the end of each step so far.
+
+Its fills are those of the pages; `usage_kinds` says which of them the legend must explain.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,20 @@ SIDE = 660
 """Left edge of the column."""
 
 
+def usage_kinds(state: CacheState) -> set[str]:
+    """The keys of `SWATCHES` for what the usage bar and the history show."""
+    kinds = _kinds([_now(state), *_thinned(state.history)], state)
+    return kinds | {"free"} if state.free_blocks > state.cached_blocks else kinds
+
+
 def draw_usage(state: CacheState, left: float = SIDE, right: float = RIGHT, top: float = 26) -> str:
     """The usage bar: filled slots, empty slots of used blocks, cached blocks, free blocks; below it, the numbers."""
-    width = right - left
+    width, kinds = right - left, _kinds([_now(state)], state)
     per_slot = width / max(state.num_blocks * state.block_size, 1)
     used, waste = state.used_slots * per_slot, state.waste_slots * per_slot
     cached = state.cached_blocks * state.block_size * per_slot
-    bar = _bar("free", left, width, top)
-    if cached:
-        bar += _bar("cached", left + used, cached, top)
-    if used:
-        bar += _bar("empty", left, used, top) + _bar("written", left, used - waste, top)
+    bars = {"cached": (left + used, cached), "empty": (left, used), "written": (left, used - waste)}
+    bar = _bar("free", left, width, top) + "".join(_bar(kind, *bars[kind], top) for kind in bars if kind in kinds)
     blocks, wasted = blocks_share(state), waste_share(state)
     if (len(blocks) + len(wasted) + 2) * SANS_EM * 11.5 > width:
         wasted = wasted.replace(" slots", "").replace(" slot", "")
@@ -42,23 +48,37 @@ def draw_history(state: CacheState, top: float, bottom: float, left: float = SID
     if len(history) < 2 or not peak:
         return head + base
     bottom -= 0.5
+    kinds = _kinds(history, state)
     highest = max(peak, *(f.used_blocks + f.cached_blocks for f in history))
     across, up = (right - left - 4) / (len(history) - 1), (bottom - top - 4) / highest
     used = [(left + i * across, bottom - f.used_blocks * up) for i, f in enumerate(history)]
     filled = [(x, y + f.waste_slots / state.block_size * up) for (x, y), f in zip(used, history, strict=True)]
     cached = [(x, y - f.cached_blocks * up) for (x, y), f in zip(used, history, strict=True)]
+    ways = {"cached": _between(cached, used), "empty": _area(used, bottom), "written": _area(filled, bottom)}
     now_x, now_y = used[-1]
     return "".join(
         [
             head,
             label(right, top - 14, f"peak {peak} of {state.num_blocks}", size=11.5, anchor="end"),
-            _shape("cached", _between(cached, used)) if any(f.cached_blocks for f in history) else "",
-            _shape("empty", _area(used, bottom)),
-            _shape("written", _area(filled, bottom)),
+            *(_shape(kind, ways[kind]) for kind in ways if kind in kinds),
             base,
             element("circle", {"cx": now_x, "cy": now_y, "r": 3.5, "fill": INK}),
         ]
     )
+
+
+def _now(state: CacheState) -> PoolSnapshot:
+    return PoolSnapshot(state.step, state.used_blocks, state.waste_slots, state.cached_blocks)
+
+
+def _kinds(snapshots: Sequence[PoolSnapshot], state: CacheState) -> set[str]:
+    """The kinds of slots in any of these snapshots, other than free ones."""
+    kinds: set[str] = set()
+    for each in snapshots:
+        written = each.used_blocks * state.block_size - each.waste_slots
+        counts = {"written": written, "empty": each.waste_slots, "cached": each.cached_blocks}
+        kinds.update(kind for kind, count in counts.items() if count)
+    return kinds
 
 
 def _bar(kind: str, left: float, width: float, top: float) -> str:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from minillm.errors import ConfigError
-from minillm.viz.charts.bench_chart import bench_chart
+from minillm.viz.charts.bench_chart import BarChart, bench_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -60,6 +60,11 @@ def test_bars_are_as_long_as_their_ratios_and_inside() -> None:
 def test_own_bars_are_filled_and_others_are_not() -> None:
     fills = {name: g.find(f"{SVG}rect").get("fill") for name, g in bars(bench_chart(OUTCOME).to_svg()).items()}
     assert fills["minillm fp32"] == fills["minillm <int8>"] != fills["llama.cpp f32"]
+
+
+def test_a_chart_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'t' has no bars and shows nothing; give it at least one Bar"):
+        BarChart("t", "times as fast", [], "d")
 
 
 def test_another_baseline_has_other_bars() -> None:

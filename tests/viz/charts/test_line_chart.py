@@ -84,14 +84,21 @@ def test_picture_says_itself_in_words():
     [
         (Series("s", (1, 2), (1,)), "lengths"),
         (Series("s", (), ()), "lengths"),
-        (Series("s", (1, 2), (1, 0)), "does not fit"),
-        (Series("s", (1, 2), (1, float("nan"))), "does not fit"),
-        (Series("s", (0, 2), (1, 2)), "does not fit"),
+        (Series("s", (1, 2), (1, 0)), "0 does not fit on the axis 'y', which has finite numbers above 0"),
+        (Series("s", (1, 2), (1, float("nan"))), "nan does not fit"),
+        (Series("s", (1, 2), (1, float("inf"))), "inf does not fit"),
+        (Series("s", (1, 2, 3), (5, 1, float("inf"))), "inf does not fit"),
+        (Series("s", (0, 2), (1, 2)), "0 does not fit on the axis 'x'"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(series: Series, message: str):
     with pytest.raises(ConfigError, match=message):
         LineChart("t", Axis("x", log=True), Axis("y", log=True), [series], "d")
+
+
+def test_a_chart_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="'t' has no series and shows nothing; give it at least one Series"):
+        LineChart("t", Axis("x"), Axis("y"), [], "d")
 
 
 def test_one_value_only_is_drawn():
@@ -136,23 +143,23 @@ def test_modelled_lines_differ_without_colour():
 def test_measured_lines_differ_without_colour_and_later_ones_are_readable_on_white():
     import plotly.graph_objects as go
 
-    twelve = LineChart("t", Axis("x"), Axis("y"), [Series(str(n), (1, 2), (1, n)) for n in range(12)], "d")
-    lines = [g for g in ET.fromstring(twelve.to_svg()).iter(f"{SVG}g") if g.get("data-testid") == "series"]
-    assert len({(line[1].get("d"), line[1].get("fill") == PAPER) for line in lines}) == 12
-    assert len({trace.marker.symbol for trace in go.Figure(twelve.to_plotly()).data}) == 12
+    full = LineChart("t", Axis("x"), Axis("y"), [Series(str(n), (1, 2), (1, n)) for n in range(18)], "d")
+    lines = [g for g in ET.fromstring(full.to_svg()).iter(f"{SVG}g") if g.get("data-testid") == "series"]
+    assert len({(line[1].get("d"), line[1].get("fill") == PAPER) for line in lines}) == 18
+    assert len({trace.marker.symbol for trace in go.Figure(full.to_plotly()).data}) == 18
     colours = [line[0].get("stroke") for line in lines]
     assert colours[:5] == list(COLOURS)
     assert all(1.05 / (_luminance(colour) + 0.05) >= 3 for colour in colours[5:]), "the contrast on white"
 
 
 def test_more_lines_than_marks_or_dashes_are_refused():
-    measured = [Series(str(n), (1, 2), (1, 2)) for n in range(13)]
-    with pytest.raises(ConfigError, match="13 series, but only 12 marks exist"):
+    measured = [Series(str(n), (1, 2), (1, 2)) for n in range(19)]
+    with pytest.raises(ConfigError, match="19 series, but only 18 marks exist"):
         LineChart("t", Axis("x"), Axis("y"), measured, "d")
     modelled = [Series(str(n), (1, 2), (1, 2), style="modelled") for n in range(6)]
     with pytest.raises(ConfigError, match="6 modelled series, but only 5 dashes exist"):
         LineChart("t", Axis("x"), Axis("y"), modelled, "d")
-    LineChart("t", Axis("x"), Axis("y"), [*measured[:12], *modelled[:5]], "d").to_svg()
+    LineChart("t", Axis("x"), Axis("y"), [*measured[:18], *modelled[:5]], "d").to_svg()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -10,6 +12,8 @@ import pytest
 
 from minillm.errors import ConfigError
 from minillm.viz.charts.zoo_chart import FRONT, pareto_front, zoo_chart
+
+ROOT = Path(__file__).parents[3]
 
 
 def row(technique: str, share: float | None, mean_kl: float) -> dict[str, Any]:
@@ -62,6 +66,13 @@ def test_no_point_beats_one_of_the_front_and_one_of_the_front_beats_every_other(
 def test_nothing_to_draw_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing to draw"):
         zoo_chart({**OUTCOME, "rows": OUTCOME["rows"][:1]})
+
+
+def test_there_is_room_for_more_techniques_than_the_recorded_zoo_has() -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "zoo.json").read_text(encoding="utf-8"))
+    number = len(zoo_chart(recorded).series)
+    more = [row(f"new layout {i}", 0.3, 1e-2) for i in range(4)]
+    assert len(zoo_chart({**recorded, "rows": [*recorded["rows"], *more]}).series) == number + 4
 
 
 def test_a_long_legend_takes_more_lines_and_covers_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from string import ascii_uppercase
@@ -233,13 +234,30 @@ def test_sharing_caching_and_copying_are_drawn_as_the_state_has_them(step):
     assert bool(found(svg, "usage-cached")) == any(page.state == "cached" for page in pages)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("part", ["usage", "history"])
-def test_the_usage_of_the_pool_has_the_fills_that_the_legend_explains(part, narrow):
-    svg = CachePagesView(story(), narrow=narrow).to_svg(6)
-    for kind in ("written", "empty"):
-        [shape] = found(svg, f"{part}-{kind}")
-        assert shape.get("fill") == SWATCHES[kind][1]["fill"] and shape.get("fill-opacity") is None
+def test_the_legend_explains_all_fills_of_the_usage():
+    """Also those of earlier steps only, which the history shows."""
+    kinds_drawn = set()
+    for trace, narrow in itertools.product((story(), sharing()), (False, True)):
+        for step in trace.of(StepFinished):
+            svg = CachePagesView(trace, narrow=narrow).to_svg(step.step)
+            legend = text_of(found(svg, "legend")[0])
+            for part, kind in itertools.product(("usage", "history"), ("written", "empty", "cached")):
+                for shape in found(svg, f"{part}-{kind}"):
+                    assert SWATCHES[kind][0] in legend, (part, kind, step.step)
+                    assert shape.get("fill-opacity") is None
+                    assert kind == "cached" or shape.get("fill") == SWATCHES[kind][1]["fill"]
+                    kinds_drawn.add((part, kind))
+    assert len(kinds_drawn) == 6
+
+
+def test_where_nothing_is_wasted_no_empty_slots_are_drawn_or_explained():
+    s = Script(block_size=4, gamma=0)
+    s.add("a", "def f", 8)
+    s.step(prefill("a", 8))
+    svg = CachePagesView(s.trace).to_svg()
+    assert found(svg, "usage-written") and found(svg, "history-written")
+    assert not found(svg, "usage-empty") and not found(svg, "history-empty")
+    assert "empty slot" not in text_of(found(svg, "legend")[0])
 
 
 def counted(svg, testid):
@@ -250,7 +268,8 @@ def test_legend_explains_what_is_there_and_nothing_else():
     first, last = (text_of(found(CachePagesView(sharing()).to_svg(step), "legend")[0]) for step in (2, 8))
     assert "reused, not computed" in first and "copied" in first and "shared" in first
     assert "cached" not in first and "evicted" not in first
-    assert "cached" in last and "written" not in last and "shared" not in last
+    assert "cached" in last and "written this step" not in last and "shared" not in last
+    assert "written slot" in last, "in the history"
 
 
 def test_copied_page_names_its_source_and_cached_pages_are_hatched():
