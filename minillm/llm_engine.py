@@ -6,8 +6,8 @@ The names are vLLM's: `LLMEngine.from_engine_args(EngineArgs(model=...))`, `add_
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain, count
 from numbers import Integral
 from typing import Any
@@ -126,9 +126,21 @@ class LLMEngine:
                 self.metrics.forget(name)
             return outputs
 
-    def _ended_among(self, names: Collection[str]) -> list[str]:
-        """Those of the prompts `names` that have ended."""
-        return self.metrics.ended_among(names) if self.engine.has_requests else list(names)
+    def _ended_among(self, groups: Mapping[str, Sequence[Request]]) -> list[str]:
+        """The names of those prompts that have ended.
+
+        The metrics name them without a look at each of thousands. An interrupt may have kept them from an end: then
+        they count more unfinished completions than there are.
+        """
+        if self.metrics.num_unfinished == len(self.engine.requests):
+            return self.metrics.ended_among(groups)
+        running = set(self.engine.requests.values())
+        return [name for name, group in groups.items() if running.isdisjoint(group)]
+
+    def _is_running(self, name: str) -> bool:
+        """Whether a completion of a prompt with this id is unfinished. The metrics are quick to ask, but an interrupt
+        may have kept them from an end."""
+        return self.metrics.is_running(name) and name in map(prompt_id_of, self.engine.requests)
 
     def run(self, groups: Sequence[Sequence[Request]]) -> Generator[dict[int, RequestOutput], None, None]:
         """Queue prepared requests and step until all have ended; yields after each step the outputs of the groups that
@@ -136,32 +148,34 @@ class LLMEngine:
 
         When the generator ends or is closed, requests that still run are aborted.
         """
-        left = {prompt_id_of(group[0].request_id): i for i, group in enumerate(groups)}
+        left = {prompt_id_of(group[0].request_id): group for group in groups}
+        places = {name: i for i, name in enumerate(left)}
         try:
             self.queue(groups)
             failures = 0
             while left:
                 with self.engine.lock:  # so that no other thread's step is in the middle of a request that is read here
-                    others = self._failed_for_others(left, nobody_else_steps=failures >= MOST_FAILED_STEPS)
+                    others = self._failed_for_others(left.values(), nobody_else_steps=failures >= MOST_FAILED_STEPS)
                     ended = self._ended_among(left)
-                    outputs = {i: self.output(groups[i]) for i in sorted(left.pop(name) for name in ended)}
+                    outputs = {i: self.output(groups[i]) for i in sorted(places[name] for name in ended)}
                     for name in ended:
+                        del left[name]
                         self.metrics.forget(name)
                 failures = failures + 1 if others else 0
                 if others:
                     time.sleep(0.001)  # let the thread that waits for the failed request have its turn
                 yield outputs
         finally:
-            for group in groups:
-                self.discard(group)
+            self.discard(list(chain.from_iterable(groups)))
 
-    def _failed_for_others(self, names: Collection[str], nobody_else_steps: bool) -> bool:
-        """Run one step. Returns whether it failed for a request of another caller than that of the prompts `names`, who
-        gets the error from a step of its own. If `nobody_else_steps`, it is raised here."""
+    def _failed_for_others(self, groups: Iterable[Sequence[Request]], nobody_else_steps: bool) -> bool:
+        """Run one step. Returns whether it failed for a request of another caller than that of `groups`, who gets the
+        error from a step of its own. If `nobody_else_steps`, it is raised here."""
         try:
             self.engine.step()
         except NonFiniteLogitsError as problem:
-            if nobody_else_steps or problem.request_id is None or prompt_id_of(problem.request_id) in names:
+            own = (request.request_id for request in chain.from_iterable(groups))
+            if nobody_else_steps or problem.request_id is None or problem.request_id in own:
                 raise
             return True
         return False
@@ -170,10 +184,11 @@ class LLMEngine:
         """End requests now, in any state. Unknown ids, including those that have just finished, are ignored. The id of
         one completion, which an error may name, ends all of its prompt."""
         with self.engine.lock:
-            for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-                name = prompt_id_of(request_id)
-                self.discard(self._groups.get(name, []))
-                self._groups.pop(name, None)  # last, so that an interrupted abort can be repeated
+            ids = [request_ids] if isinstance(request_ids, str) else request_ids
+            groups = {name: self._groups[name] for name in map(prompt_id_of, ids) if name in self._groups}
+            self.discard(list(chain.from_iterable(groups.values())))
+            for name in groups:  # last, so that an interrupted abort can be repeated
+                del self._groups[name]
 
     def reset_prefix_cache(self) -> bool:
         """Evict all cached blocks. While a request holds a block, nothing is evicted and False returned, as in vLLM."""
@@ -288,24 +303,31 @@ class LLMEngine:
             for request in chain.from_iterable(groups):
                 self.engine.check_fits(request)
             for group in groups:
-                if self.metrics.is_running(name := prompt_id_of(group[0].request_id)):
+                if self._is_running(name := prompt_id_of(group[0].request_id)):
                     raise MinillmError(f"request id {name!r} is in use; choose another")
             try:
                 for request in chain.from_iterable(groups):
                     self.engine.add_request(request)
             except BaseException:
-                for group in groups:
-                    self.discard(group)
+                self.discard(list(chain.from_iterable(groups)))
                 raise
 
-    def discard(self, group: Sequence[Request]) -> None:
-        """Abort those of these requests that are unfinished, and discard their metrics."""
-        with self.engine.lock:
-            for request in group:
+    def discard(self, requests: Sequence[Request]) -> None:
+        """Abort those of these requests that are unfinished, and discard the metrics of their prompts.
+
+        If one of them cannot be aborted without an error, the others are aborted all the same. Raises the last error.
+        """
+        with self.engine.lock, ExitStack() as calls:  # makes all of them, from the last one to the first
+            calls.callback(self._forget, {prompt_id_of(request.request_id) for request in requests})
+            for request in reversed(requests):
                 if self.engine.requests.get(request.request_id) is request:
-                    self.engine.abort(request.request_id)
-            # If `add_request` refused this id because it is in use, the metrics belong to the other request.
-            if group and not self.metrics.is_running(name := prompt_id_of(group[0].request_id)):
+                    calls.callback(self.engine.abort, request.request_id)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Discard the metrics of ended prompts. If `add_request` refused an id because it is in use, the metrics belong
+        to the request that runs."""
+        for name in names:
+            if not self._is_running(name):
                 self.metrics.forget(name)
 
     def output(self, group: Sequence[Request]) -> RequestOutput:

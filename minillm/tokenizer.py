@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from minillm.errors import CheckpointError, MinillmError, PromptError
+from minillm.models.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,17 +131,9 @@ class Tokenizer:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        """`tokenizer_config.json`; empty without it. Raises `CheckpointError` if it is no JSON object."""
+        """`tokenizer_config.json`; empty without it. Raises `CheckpointError` if it cannot be read as a JSON object."""
         file = self.folder / "tokenizer_config.json"
-        if not file.is_file():
-            return {}
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as problem:
-            raise CheckpointError(f"{file} is not JSON ({problem}); fetch it again") from None
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{file} is no JSON object; fetch it again")
-        return found
+        return read_json(file) if file.exists() else {}
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every id is the same token in both. A draft model needs that."""

@@ -285,23 +285,23 @@ class Stop:
             raise KeyboardInterrupt
 
 
-def test_what_ended_in_an_interrupted_step_is_returned_by_the_next(tiny: TinyPair) -> None:
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_what_ended_in_an_interrupted_step_is_returned_by_the_next(tiny: TinyPair, num_others: int) -> None:
+    """Three end in one step. The interrupt keeps the metrics from the end of the last one."""
     llm = engine(tiny)
     for name, prompt in zip("abc", PROMPTS, strict=True):
         llm.add_request(name, prompt, GREEDY)
-    llm.engine.listeners.append(Stop(RequestFinished, 3))
-    last: dict[str, RequestOutput] = {}
-    interrupts = 0
-    while llm.has_unfinished_requests():
-        try:
-            last |= {output.request_id: output for output in llm.step()}
-        except KeyboardInterrupt:
-            interrupts += 1
-            assert not llm.engine.has_requests, "all have ended, and nobody has been told"
-    assert interrupts == 1
-    assert [[last[name].outputs[0].token_ids] for name in "abc"] == expected(tiny)
-    assert all(last[name].finished for name in "abc")
-    settled(llm)
+    if num_others:
+        llm.add_request("goes on", PROMPTS[0], replace(GREEDY, max_tokens=30))
+    llm.engine.listeners.insert(0, Stop(RequestFinished, 3))
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            llm.step()
+    assert len(llm.engine.requests) == num_others, "three have ended, and nobody has been told"
+    told = {output.request_id: output for output in llm.step() if output.finished}
+    assert [[told[name].outputs[0].token_ids] for name in "abc"] == expected(tiny)
+    llm.add_request("c", PROMPTS[2], GREEDY)  # the id is free again
+    assert [drain(llm)["c"].outputs[0].token_ids] == expected(tiny)[2]
 
 
 @pytest.mark.parametrize("place", [1, 2, 3])
@@ -355,13 +355,48 @@ def test_an_interrupt_while_a_request_ends_loses_no_output(tiny: TinyPair, monke
 
 
 def test_an_interrupted_abort_can_be_repeated(tiny: TinyPair) -> None:
+    """The interrupt keeps the metrics from one of two ends, and another request goes on."""
     llm = engine(tiny)
     llm.add_request("a", PROMPTS[0], replace(WARM, n=2))
+    llm.add_request("b", PROMPTS[1], GREEDY)
     llm.step()
-    llm.engine.listeners.append(Stop(RequestFinished))
+    llm.engine.listeners.insert(0, Stop(RequestFinished))
     with pytest.raises(KeyboardInterrupt):
         llm.abort_request("a")
     llm.abort_request("a")
+    assert list(llm.engine.requests) == list(llm.metrics.requests) == ["b"]
+    llm.add_request("a", PROMPTS[0], GREEDY)  # the id is free again
+    last = drain(llm)
+    assert [[last[name].outputs[0].token_ids] for name in "ab"] == expected(tiny)[:2]
+
+
+def broken_view(event: Any) -> None:
+    """A watcher that fails at the end of every request."""
+    if isinstance(event, RequestFinished):
+        raise RuntimeError("no display")
+
+
+def test_a_view_that_fails_at_every_end_keeps_no_request_in_the_engine(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4)
+    with llm.trace() as trace, pytest.raises(RuntimeError, match="no display"):
+        trace.watch(broken_view)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    settled(llm.llm_engine)
+    with llm.trace() as trace:
+        [output] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert {work.request_id for step in trace.of(StepRan) for work in step.work} == {output.request_id}
+
+
+def test_an_abort_of_several_goes_on_after_one_that_fails(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    for name, prompt in zip("abc", PROMPTS, strict=True):
+        llm.add_request(name, prompt, replace(WARM, n=2))
+    llm.step()
+    with llm.trace() as trace, pytest.raises(RuntimeError, match="no display"):
+        trace.watch(broken_view)
+        llm.abort_request(list("abc"))
+    assert not llm.engine.requests and not llm.engine.pool.num_used
+    llm.abort_request(list("abc"))
     settled(llm)
 
 

@@ -221,12 +221,25 @@ def test_importing_the_tokenizer_leaves_transformers_alone() -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("[]", "is no JSON object"), ("{", "is not JSON"), ("\xff", "is not JSON")],
+    [
+        ("[]", "is not a JSON object"),
+        ("{", "is not valid JSON"),
+        ("\xff", "is not valid JSON"),
+        (None, "is not a regular file"),
+    ],
 )
-def test_a_broken_configuration_of_a_tokenizer_is_named(tiny: TinyPair, tmp_path: Path, text: str, words: str) -> None:
+def test_a_broken_configuration_of_a_tokenizer_is_named(
+    tiny: TinyPair, tmp_path: Path, text: str | None, words: str
+) -> None:
+    """None: a folder of that name."""
     folder = tmp_path / "model"
     shutil.copytree(tiny.target, folder)
-    (folder / "tokenizer_config.json").write_bytes(text.encode("latin-1"))
+    file = folder / "tokenizer_config.json"
+    if text is None:
+        file.unlink(missing_ok=True)
+        file.mkdir()
+    else:
+        file.write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=rf"tokenizer_config.json {words}"):
         Tokenizer.from_folder(folder)
 

@@ -319,7 +319,9 @@ class Engine:
         try:
             if self.drafter is not None:
                 self.drafter.request_finished(request)
-        finally:  # whatever stops the drafter, the request has ended, and the listeners are told
+        finally:
+            # Whatever stops the drafter, the request has ended, and the listeners are told. An interrupt from here on
+            # may keep them from it: only `requests` says for certain who runs.
             del self.requests[request.request_id]
             self.emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
 

@@ -34,8 +34,10 @@ class LeadingRunner(ModelRunner):
         self.workers = workers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minillm-rank-0")
         others = torch.get_num_threads()
-        self._thread.submit(_use_threads, num_threads).result()
-        torch.set_num_threads(others)  # of this thread, and of those that use PyTorch for the first time later
+        try:
+            self._thread.submit(_use_threads, num_threads).result()
+        finally:
+            torch.set_num_threads(others)  # of this thread, and of those that use PyTorch for the first time later
         weakref.finalize(self, _end, workers, self._thread)
 
     def run(self, segments: Sequence[Segment]) -> Tensor:

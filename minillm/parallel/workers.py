@@ -30,11 +30,15 @@ class Workers:
         """Why these workers can no longer be used."""
         self.processes: list[subprocess.Popen[bytes]] = []
         """Of ranks 1, 2, …"""
-        for setup in setups:
-            self.processes.append(_start(setup.num_threads))
-        self._ranks = dict(zip(self.processes, (setup.rank for setup in setups), strict=True))
-        for process, setup in zip(self.processes, setups, strict=True):
-            self._write(process, frame(setup))
+        try:
+            for setup in setups:
+                self.processes.append(_start(setup.num_threads))
+            self._ranks = dict(zip(self.processes, (setup.rank for setup in setups), strict=True))
+            for process, setup in zip(self.processes, setups, strict=True):
+                self._write(process, frame(setup))
+        except BaseException:
+            self.close()  # a notebook keeps the traceback, which would keep the processes alive
+            raise
 
     def wait_until_ready(self) -> None:
         """Wait for the answer of every worker. Raises `EngineDeadError` with the reason if one ends instead."""

@@ -53,10 +53,10 @@ class ChatJob:
         self.created = int(time.time())
         self.tokenizer = engine.llm_engine.engine.tokenizer
         self.num_top = top
-        if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
-            raise ApiError(
-                f"max_completion_tokens={body.max_completion_tokens} must be at least 1", param="max_completion_tokens"
-            )
+        for name in ("max_completion_tokens", "max_tokens"):
+            limit = getattr(body, name)
+            if limit is not None and limit < 1:
+                raise ApiError(f"{name}={limit} must be at least 1; left out, it is as many as fit", param=name)
         text = template.render([message.for_template() for message in body.messages], body.add_generation_prompt)
         token_ids = self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         self.prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}

@@ -69,7 +69,7 @@ IGNORED = frozenset(
 )
 """Fields about OpenAI's own service: its books, its caches, its price."""
 MAX_STOPS = 4
-"""The most stop strings, as in OpenAI's API and in vLLM: each costs a search at every token."""
+"""The most stop strings, as in OpenAI's API and by default in vLLM: each costs a search at every token."""
 
 # A list is read up to its first wrong item: an error for each of a million items would fill the memory.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -98,7 +98,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | Annotated[Texts, Field(max_length=MAX_STOPS)] | None = None
+    stop: str | Texts | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -117,13 +117,20 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
 
     def check_fields(self) -> None:
-        """Raise `ApiError` for a field that minillm lacks, and for options of a stream without a stream."""
+        """Raise `ApiError` for a field that minillm lacks, too many stop strings, and options of a stream without a
+        stream."""
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
                 if value is not None and value not in UNSUPPORTED[name]:
                     raise ApiError(f"{name} is not supported; leave it out", param=name)
             elif name not in IGNORED:
                 logger.debug("The request has a field %r, which is ignored.", name)
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
+            raise ApiError(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed: leave some out, or use "
+                "stop_token_ids",
+                param="stop",
+            )
         if self.stream_options and not self.stream:
             raise ApiError("stream_options need stream=true", param="stream_options")
 

@@ -154,8 +154,13 @@ class MetricsWatcher:
             self.forget(next(request_id for request_id in self.requests if request_id not in self._running))
 
     def is_running(self, name: str) -> bool:
-        """Whether a completion of this prompt is unfinished."""
+        """Whether a completion of this prompt is unfinished, or an interrupt swallowed the event of its end."""
         return name in self._running
+
+    @property
+    def num_unfinished(self) -> int:
+        """Unfinished completions of all prompts, and those of whose end an interrupt swallowed the event."""
+        return self._running.total()
 
     def ended_among(self, names: Container[str]) -> list[str]:
         """Those of the prompts `names` that have ended and are not forgotten yet."""
@@ -168,6 +173,7 @@ class MetricsWatcher:
     def forget(self, name: str) -> None:
         """Forget an ended prompt."""
         self._ended.discard(name)
+        self._running.pop(name, None)  # an interrupt may have swallowed the event of its end
         self.requests.pop(name, None)
 
 

@@ -222,7 +222,8 @@ class InterruptAt:
         return self._line
 
     SAFE = ("recover", "reclaim", "abort", "_finish", "step", "remove", "drop_cache", "trace")
-    """What also runs while a stop is handled: a second one meanwhile is not promised to be clean."""
+    """What also runs while a stop is handled: a second one meanwhile is not promised to be clean. A first one in these
+    is left out, too; `tests/test_llm_engine.py` interrupts the end of a request."""
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line" and not self.fired:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import minillm.parallel.runner as runner_module
+import minillm.parallel.workers as workers_module
 from minillm import LLM, SamplingParams
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
@@ -146,14 +148,32 @@ def test_worker_that_cannot_allocate_says_why(tiny: TinyPair, monkeypatch: pytes
 
 
 def test_workers_end_if_the_engine_is_not_built(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are held here, as by a traceback that a notebook keeps."""
+    """Also while the traceback is held, as a notebook holds it: the engine's objects live on in it."""
     held, wait = [], Workers.wait_until_ready
     monkeypatch.setattr(Workers, "wait_until_ready", lambda self: (held.append(self), wait(self)))
-    with pytest.raises(ConfigError, match="holds no block"):
+    with pytest.raises(ConfigError, match="holds no block") as caught:
         LLM(str(tiny.target), tensor_parallel_size=2, device="cpu", kv_cache_memory_bytes=1)
     [workers] = held
     [process] = workers.processes
     assert process.poll() is not None
+    assert caught.value.__traceback__  # held until here
+
+
+def test_workers_end_if_the_next_one_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], workers_module._start
+
+    def start_one(num_threads: int) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError("no more processes")
+        started.append(start(num_threads))
+        return started[0]
+
+    monkeypatch.setattr(workers_module, "_start", start_one)
+    setups = [Setup("", rank, 3, "cpu", "float32", "auto", {}, 16, 1) for rank in (1, 2)]
+    with pytest.raises(OSError, match="no more processes") as caught:
+        Workers(setups)
+    assert started[0].poll() is not None
+    assert caught.value.__traceback__  # held until here
 
 
 def test_the_steps_of_rank_0_have_their_own_limit_of_threads(split: LLM) -> None:
@@ -162,6 +182,23 @@ def test_the_steps_of_rank_0_have_their_own_limit_of_threads(split: LLM) -> None
     assert runner._thread.submit(torch.get_num_threads).result() == 1
     with ThreadPoolExecutor(1) as other:
         assert other.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+
+
+def test_an_interrupt_while_rank_0_sets_its_limit_of_threads_leaves_that_of_others(
+    split: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads = runner_module._use_threads
+
+    def interrupted(num_threads: int) -> None:
+        use_threads(num_threads)
+        raise KeyboardInterrupt
+
+    torch.set_num_threads(2)
+    monkeypatch.setattr(runner_module, "_use_threads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LeadingRunner(split.engine.runner.model, 4, Workers([]), 1)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(torch.get_num_threads).result() == 2
 
 
 KILLED = """

@@ -193,7 +193,8 @@ def test_a_model_without_a_template_cannot_chat_but_takes_one_from_a_file(
         assert answer.choices[0].message.content == expected.outputs[0].text
 
 
-def test_the_field_that_is_wrong_is_named(server: RunningServer) -> None:
-    with pytest.raises(openai.BadRequestError, match="max_completion_tokens=0 must be at least 1") as refused:
-        server.client().chat.completions.create(model=NAME, messages=MESSAGES, max_completion_tokens=0)
-    assert refused.value.param == "max_completion_tokens"
+@pytest.mark.parametrize("name", ["max_completion_tokens", "max_tokens"])
+def test_the_field_that_is_wrong_is_named(server: RunningServer, name: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"{name}=0 must be at least 1; left out") as refused:
+        server.client().chat.completions.create(model=NAME, messages=MESSAGES, **{name: 0})
+    assert refused.value.param == name

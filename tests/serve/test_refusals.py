@@ -70,7 +70,11 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": ["a"], "suffix": "b"}, "suffix needs one prompt", "suffix"),
     ({"prompt": "a", "suffix": "<|fim_middle|>"}, "marks the gap itself", None),
     ({"prompt": "a", "stop": [""]}, "stop", None),
-    ({"prompt": "a", "stop": list("abcde")}, "at most 4 items", "stop"),
+    (
+        {"prompt": "a", "stop": list("abcde")},
+        "stop has 5 strings; at most 4 are allowed: leave some out, or use stop_token_ids",
+        "stop",
+    ),
 ]
 
 
