@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,10 @@ class StoredRows:
     """Dequantises rows: one tensor per part → `[…, head_dim]`. None: the rows are not quantised."""
 
 
+_READS_AND_WRITES = {"__init__", "prepare", "attend", "row_fields", "encode", "decode", "ops"}
+"""What determines how a layout stores rows and what attention reads."""
+
+
 class KVCache(ABC):
     """A layout of keys and values. It also computes attention, so the model does not depend on how they are stored.
 
@@ -52,19 +57,19 @@ class KVCache(ABC):
     """Whether a token's keys and values stay until its request ends. A window, for instance, drops the oldest."""
     supports_trees: ClassVar[bool] = False
     """Whether the layout supports draft trees: attention with `Batch.tree`, and `move_tokens`. Not inherited by a
-    subclass that defines `attend`."""
+    subclass with another `attend`."""
     ops: Mapping[str, Callable[..., Any]] = {}
     """The operations that the layout calls, by name; `LLM(ops={...})` replaces them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Reset what a subclass inherits but may no longer keep, unless it defines it itself: `stored_rows` if it
-        changes how rows are stored or read, or has an `__init__` that may, because a fast path would then read wrong
-        values, and `supports_trees` if it has an `attend` of its own, which may not know `Batch.tree`."""
+        changes how rows are stored or read, or has an `__init__` or `prepare` that may, because a fast path would then
+        read wrong values, and `supports_trees` if it has another `attend`, which may not know `Batch.tree`. What it has
+        from a mixin counts as its own."""
         super().__init_subclass__(**options)
-        if "attend" in vars(cls) and "supports_trees" not in vars(cls):
+        if _overrides(cls, "supports_trees", {"attend"}):
             cls.supports_trees = False
-        changed = {"__init__", "attend", "row_fields", "encode", "decode", "ops"} & vars(cls).keys()
-        if changed and "stored_rows" not in vars(cls):
+        if _overrides(cls, "stored_rows", _READS_AND_WRITES):
             cls.stored_rows = KVCache.stored_rows  # type: ignore[method-assign]
 
     @abstractmethod
@@ -142,3 +147,10 @@ class KVCache(ABC):
     def free(self, block_ids: Sequence[int]) -> None:  # noqa: B027
         """Called with blocks that have become empty: no request owns them, and the prefix cache does not keep them. A
         layout that allocates on demand frees their memory."""
+
+
+def _overrides(cls: type, attribute: str, names: Set[str]) -> bool:
+    """Whether a class that comes before the one that defines `attribute`, in the order of `cls.__mro__`, defines one of
+    `names`."""
+    before = takewhile(lambda base: attribute not in vars(base), cls.__mro__)
+    return any(names & vars(base).keys() for base in before)

@@ -24,7 +24,7 @@ from torch import Tensor
 from minillm.cache.paged_latent import PagedLatentKVCache
 from minillm.cache.sequence_rows import check_at_least
 from minillm.errors import ConfigError, UnsupportedError
-from minillm.models.calibration import CalibrationTexts, keys_and_values
+from minillm.models.calibration import CalibrationTexts, keys_and_values, longest_row
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.quantization.codebooks import GROUP, BinaryCodebook, Codebook, CommutingCodebook
@@ -32,6 +32,8 @@ from minillm.quantization.codebooks import GROUP, BinaryCodebook, Codebook, Comm
 MAX_SAMPLES = 2048
 """Tokens that codebooks are trained on."""
 MAX_BITS = 8
+MAX_SEED = 2**63 - 1
+"""PyTorch takes seeds below 2^64, and each stage has the next one."""
 
 
 class CommVQKVCache(PagedLatentKVCache):
@@ -59,7 +61,7 @@ class CommVQKVCache(PagedLatentKVCache):
     def widths(cls, config: ModelConfig, *, bits: int = 2, seed: int = 0) -> tuple[list[int], list[int]]:
         """See `PagedLatentKVCache.widths`: bytes."""
         check_at_least("bits", bits, 1)
-        check_at_least("seed", seed, 0)
+        check_at_least("seed", seed, 0, MAX_SEED)
         if bits > MAX_BITS:
             raise ConfigError(
                 f"kv_cache_config: bits={bits} must be at most {MAX_BITS}; layout 'paged' stores the model's dtype"
@@ -74,7 +76,7 @@ class CommVQKVCache(PagedLatentKVCache):
 
     def prepare(self, model: Decoder, texts: CalibrationTexts | None = None) -> None:
         """See `KVCache.prepare`: trains the codebooks. Raises `ConfigError` if there are no texts."""
-        rows = [row[: self.config.max_position_embeddings] for row in texts.rows() if len(row)] if texts else []
+        rows = [row[: longest_row(self.config)] for row in texts.rows() if len(row)] if texts else []
         if not rows:
             raise ConfigError("cache layout 'commvq' trains its codebooks on calibration texts, and there are none")
         device = self.positions.device

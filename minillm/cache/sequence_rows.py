@@ -26,7 +26,7 @@ from minillm.errors import ConfigError
 PADDED_DEVICES = ("cuda",)
 """Device types on which one padded attention call is faster than one call per request."""
 MOST = 2**31 - 1
-"""The largest value of an integer option of a layout. It is far above any context; one beyond int64 could not be
+"""The largest value of most options of a layout. It is far above any context; an integer beyond int64 could not be
 compared with positions."""
 
 
@@ -162,8 +162,8 @@ def packed_attention(
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 
-def check_at_least(name: str, value: Any, limit: int) -> None:
-    """Raise `ConfigError` unless the layout option `name` is an integer of at least `limit`, and at most `MOST`."""
+def check_at_least(name: str, value: Any, limit: int, most: int = MOST) -> None:
+    """Raise `ConfigError` unless the layout option `name` is an integer of at least `limit`, and at most `most`."""
     at_least(f"kv_cache_config: {name}", value, limit)
-    if value > MOST:
-        raise ConfigError(f"kv_cache_config: {name}={value} must be at most {MOST}")
+    if value > most:
+        raise ConfigError(f"kv_cache_config: {name}={value} must be at most {most}")

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.cache.compressed_prompt import CompressedPromptKVCache, LayerRows, Parts, check_share
-from minillm.cache.sequence_rows import additive_mask, pack_queries, packed_attention, unpack_outputs
+from minillm.cache.sequence_rows import MOST, additive_mask, pack_queries, packed_attention, unpack_outputs
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 from minillm.quantization.vector_kmeans import cluster_means, cluster_sizes, vector_kmeans
@@ -127,5 +127,5 @@ def num_clusters(num_tokens: int, cluster_share: float) -> int:
 
 def _check(threshold: float, cluster_share: float) -> None:
     check_share("cluster_share", cluster_share)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < float("inf"):
-        raise ConfigError(f"kv_cache_config: threshold={threshold!r} must be a finite number of at least 0")
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= MOST:
+        raise ConfigError(f"kv_cache_config: threshold={threshold!r} must be a number of at least 0 and at most {MOST}")

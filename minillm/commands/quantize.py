@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from minillm.quantization.schemes import make_scheme
 
     check_new_folder(args.out)
-    check_writable("--out", args.out.parent)
+    check_writable("--out", args.out if args.out.exists() else args.out.parent)
     given = {"bits": args.bits, "group_size": args.group_size}
     scheme = make_scheme(args.scheme, **{name: value for name, value in given.items() if value is not None})
     conversion = quantize_checkpoint(args.model, scheme, args.out, progress=True)

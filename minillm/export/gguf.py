@@ -33,8 +33,8 @@ TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 Q8_BLOCK = 32
 """Weights of a row that share a scale in Q8_0. A matrix whose row length is not a multiple is stored as f16."""
-LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0}
-"""The largest weight of a type whose numbers, or in Q8_0 scales, are float16. The others reach as far as float32."""
+LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "BF16": torch.finfo(torch.bfloat16).max}
+"""The largest weight of each type but F32. The scales of Q8_0 are float16."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Calibration statistics of a model: samples of its linears' inputs, or the squared gradients of their weights.
 
 The text is held-out code (`minillm.models.held_out.calibration_prompts`), disjoint from the code that quality is
-measured on. Rows run one at a time with a causal mask and no sliding window, because rows are truncated to it.
+measured on. Rows run one at a time with a causal mask and no sliding window, so they are truncated to `longest_row`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.causal import CausalAttention
+from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import calibration_prompts
 from minillm.models.quantize import Calibration, decoder_linears
@@ -48,10 +49,16 @@ class CalibrationTexts:
         return [i for i in ids if text in self.tokenizer.token_bytes(i)]
 
 
+def longest_row(config: ModelConfig) -> int:
+    """Most tokens of a row for which full attention computes what the model does: its context or smallest window."""
+    windows = (config.window(layer) for layer in range(config.num_layers))
+    return min([config.max_position_embeddings, *(window for window in windows if window is not None)])
+
+
 @torch.inference_mode()
 def keys_and_values(model: Decoder, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
     """For each layer the keys and values of all tokens of these texts as attention gets them, with RoPE: `[n,
-    num_kv_heads, head_dim]` each."""
+    num_kv_heads, head_dim]` each. `rows`: of at most `longest_row` tokens."""
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
 
     class Recorder(CausalAttention):
@@ -75,7 +82,7 @@ def calibrate(
 ) -> Calibration:
     """Run `model` over `rows` of token ids and collect the statistics in `needs`: `inputs` or `gradients`.
 
-    Rows longer than the context or a sliding window are truncated. Raises `ConfigError` if no row is long enough,
+    Rows longer than `longest_row` are truncated. Raises `ConfigError` if no row is long enough,
     `UnsupportedError` if the model is already quantised.
     """
     collect = {"inputs": _inputs, "gradients": _squared_gradients}.get(needs)
@@ -87,11 +94,12 @@ def calibrate(
             raise UnsupportedError(f"{name} is quantised already; calibrate the original model")
         linears[name] = linear
     shortest = 2 if needs == "gradients" else 1
-    windows = (model.config.window(layer) for layer in range(model.config.num_layers))
-    longest = min([model.config.max_position_embeddings, *(window for window in windows if window is not None)])
-    kept = [list(row[:longest]) for row in rows if len(row) >= shortest]
+    longest = longest_row(model.config)
+    kept = [cut for row in rows if len(cut := list(row[:longest])) >= shortest]
     if not kept:
-        raise ConfigError(f"calibration needs rows of at least {shortest} tokens; there are none")
+        raise ConfigError(
+            f"calibration needs rows of at least {shortest} tokens, and uses up to {longest} of a row; there are none"
+        )
     num_tokens = sum(map(len, kept))
     device = model.embed_tokens.weight.device
     texts = (

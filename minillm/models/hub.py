@@ -17,6 +17,8 @@ UNWANTED = ["*/*", "consolidated*"]
 """Sub-folders hold other formats; Mistral's `consolidated` files duplicate the weights."""
 NOT_STORED = {errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors of a disk that is full or must not be written to. Windows has no quota error."""
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How Rust, in which a part of the hub's client is written, names the number of an operating system's error."""
 
 
 def resolve(name: str | os.PathLike[str]) -> Path:
@@ -61,11 +63,23 @@ def _download(hub_id: str) -> Path:
     except HFValidationError as problem:
         fix = f"this is no valid name on the hub ({problem}); check the spelling"
     except Exception as problem:  # the client does not wrap the errors of its HTTP library
-        if isinstance(problem, OSError) and problem.errno in NOT_STORED:
+        if _error_number(problem) in NOT_STORED:
             fix = f"its files cannot be stored ({problem}); free space, or set HF_HOME to a folder that can be written"
         else:
             fix = (
-                f"it is not in the local cache, and the hub cannot be reached ({type(problem).__name__}); run "
+                f"it is not in the local cache, and it cannot be downloaded ({_first_line(problem)}); run "
                 f"`hf download {hub_id} --local-dir FOLDER` on a machine with a network, then give FOLDER"
             )
     raise CheckpointError(f"cannot load {hub_id}: {fix}")
+
+
+def _error_number(problem: Exception) -> int | None:
+    if isinstance(problem, OSError) and problem.errno is not None:
+        return problem.errno
+    found = OS_ERROR.search(str(problem))
+    return int(found[1]) if found else None
+
+
+def _first_line(problem: Exception) -> str:
+    line = str(problem).strip().split("\n")[0]
+    return f"{type(problem).__name__}: {line[:200]}" if line else type(problem).__name__

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -47,13 +48,8 @@ def load_config(folder: Path) -> ModelConfig:
 
     Raises `CheckpointError` if `config.json` is missing or describes a model that minillm cannot run.
     """
-    if (folder / "adapter_config.json").exists():  # first: beside an adapter there may be no config.json
-        raise CheckpointError(
-            f"{folder} contains an adapter (adapter_config.json), which minillm cannot apply; merge it into the "
-            "model with peft's merge_and_unload() and save the result"
-        )
     try:
-        stored = read_json(folder / "config.json")
+        stored = _read_config(folder)
         if is_minillm_format(stored.get("quantization_config")):
             stored.pop("quantization_config")
         config = model_config(stored)
@@ -77,13 +73,22 @@ def load_config(folder: Path) -> ModelConfig:
 def stored_scheme(folder: Path) -> Scheme | None:
     """Return the scheme of a checkpoint that minillm quantised; None for any other.
 
-    Raises `CheckpointError` if its `quantization_config` is invalid.
+    Raises `CheckpointError` if `config.json` is missing or its `quantization_config` is invalid.
     """
-    quantization = read_json(folder / "config.json").get("quantization_config")
     try:
+        quantization = _read_config(folder).get("quantization_config")
         return scheme_of(quantization) if is_minillm_format(quantization) else None
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}: {problem}") from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if (folder / "adapter_config.json").exists():  # first: beside an adapter there may be no config.json
+        raise CheckpointError(
+            "it contains an adapter (adapter_config.json), which minillm cannot apply; merge it into the "
+            "model with peft's merge_and_unload() and save the result"
+        )
+    return read_json(folder / "config.json")
 
 
 def load_model(

@@ -127,8 +127,9 @@ def fill_places(model: Decoder, places: Mapping[str, Place], staging: Staging) -
 def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
     """Write `model`, which `quantize_model` made from the checkpoint in `source`, to the new folder `folder`.
 
-    A new folder appears complete or not at all; an empty one that is there is filled, `config.json` last. Raises
-    `ConfigError` if `folder` already exists and is not empty, or the model has a linear that is not quantised.
+    A new folder appears complete or not at all; an empty one that is there is filled, `config.json` last, or stays
+    empty. Raises `ConfigError` if `folder` already exists and is not empty, or the model has a linear that is not
+    quantised.
     """
     check_new_folder(folder)
     folder = folder.absolute()  # `.` has no name
@@ -140,7 +141,8 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": scheme.method, "format": FORMAT, "version": VERSION}
     config["quantization_config"] |= asdict(scheme)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+    fills = folder.exists()  # it may be a mount point, or the folder in which a shell is: not to be replaced
+    with tempfile.TemporaryDirectory(dir=folder if fills else folder.parent) as temporary:
         fresh = Path(temporary) / folder.name
         fresh.mkdir()
         try:
@@ -152,9 +154,8 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
         for pattern in BESIDE_WEIGHTS + MORE_BESIDE_WEIGHTS:
             for file in source.glob(pattern):
                 shutil.copyfile(file, fresh / file.name)
-        if folder.exists():  # it may be a mount point, or the folder in which a shell is: not to be replaced
-            for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
-                shutil.move(file, folder / file.name)
+        if fills:
+            _fill(folder, fresh)
         else:
             fresh.rename(folder)
 
@@ -165,6 +166,20 @@ def check_new_folder(folder: Path) -> None:
         raise ConfigError(f"{folder}: there is no folder {folder.parent}; make it first")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} already exists and is not empty; name a new folder")
+
+
+def _fill(folder: Path, fresh: Path) -> None:
+    """Move all files of `fresh`, which is in a temporary folder in `folder`, to `folder`, or none of them."""
+    if [file.name for file in folder.iterdir()] != [fresh.parent.name]:
+        raise ConfigError(f"{folder} is no longer empty: another process has written to it; name a new folder")
+    files = sorted(fresh.iterdir(), key=lambda file: file.name == "config.json")
+    try:
+        for file in files:
+            file.rename(folder / file.name)
+    except BaseException:
+        for file in files:
+            (folder / file.name).unlink(missing_ok=True)
+        raise
 
 
 def _quantized_tensors(model: Decoder) -> tuple[dict[str, Tensor], Scheme]:

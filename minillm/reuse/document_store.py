@@ -22,7 +22,7 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -48,6 +48,8 @@ from minillm.reuse.scratch import Scratch, check_prefix_caching
 
 _ROTATIONS = count(1)
 """Numbers for other ways to move keys."""
+PART = "minillm-kv-"
+"""The beginning of a file's name while it is written. Only such files are cleaned up; the folder may hold others."""
 WRITING_S = 3600
 """No process writes one file for longer, in seconds."""
 FORMAT = 2
@@ -127,8 +129,8 @@ class DocumentStore:
         self, documents: Sequence[str | Sequence[int]], question: str | Sequence[int], *, rerotate: bool = True
     ) -> dict[str, Any]:
         """The prompt for `llm.generate` of all documents, one after the other, and the question; the documents' keys
-        and values are loaded. Raises `PromptError` for a text in place of the list, and what `load` and `Scratch`
-        raise."""
+        and values are loaded. Raises `PromptError` for a text or token ids in place of the list, and what `load` and
+        `Scratch` raise."""
         if isinstance(documents, str | bytes):
             raise PromptError("documents must be a list, even if there is only one")
         spans = [self.load(document) for document in documents]
@@ -147,8 +149,11 @@ class DocumentStore:
 
     def _tokens(self, text: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
         """A document begins with the tokenizer's special tokens, as a prompt does, because it is computed alone."""
-        if isinstance(text, bytes):
-            raise PromptError("a document or question must be text or token ids, not bytes; decode it")
+        if isinstance(text, bytes | bytearray | memoryview) or not isinstance(text, Iterable):
+            raise PromptError(
+                f"a document or question must be text or token ids, not {type(text).__name__}; decode bytes, and give "
+                "documents as a list, even if there is only one"
+            )
         found = list(text)
         if found and isinstance(text, str):
             found = self.llm.engine.tokenizer.encode(text, add_special_tokens)
@@ -159,7 +164,7 @@ class DocumentStore:
 
     def _write(self, path: Path, span: KVSpan) -> None:
         keys, values = span.keys.cpu().contiguous(), span.values.cpu().contiguous()
-        handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        handle, name = tempfile.mkstemp(dir=self.folder, prefix=PART, suffix=".part")
         os.close(handle)
         try:
             save_file({"keys": keys, "values": values}, name, metadata=self._metadata(keys, values))
@@ -184,9 +189,9 @@ class DocumentStore:
 
     def _make_room(self, newest: Path) -> None:
         """Delete what a killed process left of a write, then the least recently used files until the limit holds. The
-        newest stays, even if it alone is larger."""
-        for part in self.folder.glob("*.part"):
-            with suppress(FileNotFoundError):
+        newest stays, even if it alone is larger; so does what may not be deleted, such as another user's file."""
+        for part in self.folder.glob(f"{PART}*.part"):
+            with suppress(OSError):
                 if time.time() - part.stat().st_mtime > WRITING_S:
                     part.unlink()
         if self.max_bytes is None:
@@ -197,8 +202,9 @@ class DocumentStore:
             if excess <= 0:
                 break
             if path != newest:
-                path.unlink(missing_ok=True)
-                excess -= size
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    excess -= size
 
 
 def _computing(config: ModelConfig) -> ModelConfig:

@@ -39,8 +39,8 @@ def edited_prompt(
     Keys and values of `token_ids` are taken from the prefix cache and computed where it has none. `salt`: the
     `cache_salt` under which the edited ones are published; choose one for each text that is edited. The last token of
     the prompt is always computed again, with the rest of its block. `rotate`: how keys are moved.
-    Raises `PromptError` for a span outside the text, a token that is not in the vocabulary and a salt that is no text,
-    `UnsupportedError` without prefix caching, and what `Scratch` raises.
+    Raises `PromptError` for a span outside the text, a token that is not in the vocabulary, an edit that leaves no
+    token and a salt that is no text, `UnsupportedError` without prefix caching, and what `Scratch` raises.
     """
     check_prefix_caching(llm)
     if not 0 <= start <= stop <= len(token_ids):
@@ -48,13 +48,16 @@ def edited_prompt(
     if not isinstance(salt, str) or not salt:
         raise PromptError("edited keys and values are approximate and need a salt of their own; give salt='some name'")
     after = [*token_ids[:start], *new_ids, *token_ids[stop:]]
-    check_token_ids(after, llm.engine.runner.model.config.vocab_size)
+    if not after:
+        raise PromptError(f"the edit deletes all {len(token_ids)} tokens; leave at least one, or give new ones")
+    for ids in (token_ids, after):
+        check_token_ids(ids, llm.engine.runner.model.config.vocab_size)
     room = Scratch(llm, len(after))
     before = _stored(llm, token_ids)
     config = llm.engine.runner.model.config
     with room as scratch:
         scratch.write(before.between(0, start))
-        if new_ids:
+        if len(new_ids):  # NumPy's arrays have no truth value
             scratch.forward(new_ids, start)
         suffix = before.between(stop, len(token_ids))
         scratch.write(suffix.moved_to(start + len(new_ids), config, rotate))

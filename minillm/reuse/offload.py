@@ -188,7 +188,7 @@ class Offloader:
     def offload(self, token_ids: Sequence[int]) -> OffloadedCache:
         """Compute what is stored of a text. Raises `PromptError` if it has no token, `RequestTooLargeError` if it
         has too many."""
-        if not token_ids:
+        if not len(token_ids):  # NumPy's arrays have no truth value
             raise PromptError("a text of 0 tokens has nothing to offload; give at least one")
         runner, inputs = self.llm.engine.runner, _LayerInputs()
         with Scratch(self.llm, len(token_ids)) as scratch:

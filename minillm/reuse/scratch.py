@@ -76,21 +76,30 @@ class Scratch:
                     f"{self.pool.num_blocks} are free; raise num_kv_blocks, or wait for running requests to end"
                 )
             self.blocks = taken
-        except BaseException:  # a listener of the engine may have raised, or an interrupt arrived
-            self._give_back()
+        except BaseException as problem:
+            try:
+                if not isinstance(problem, RequestTooLargeError):  # which took nothing
+                    self._reclaim()
+            finally:
+                self.engine.lock.release()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give the blocks back: published ones stay in the prefix cache until the pool needs them."""
-        self._give_back()
-
-    def _give_back(self) -> None:
-        blocks, self.blocks = self.blocks, []
         try:
-            self.pool.free(blocks)
+            self.pool.free(self.blocks)
+        except BaseException:
+            self._reclaim()
+            raise
         finally:
+            self.blocks = []
             self.engine.lock.release()
+
+    def _reclaim(self) -> None:
+        """Free every block that no request owns: a listener of the engine raised, or an interrupt arrived, while blocks
+        were taken or given back."""
+        self.pool.reclaim(request.block_table for request in self.engine.requests.values())
 
     def write(self, span: KVSpan) -> None:
         """Store a span at its positions."""
@@ -107,7 +116,7 @@ class Scratch:
         """Run the model over these tokens at positions from `start` on; they attend to everything before them. Returns
         the logits of the last, `[vocab]`. Raises `PromptError` for a token that is not in the vocabulary, or if there
         are no tokens."""
-        if not token_ids:
+        if not len(token_ids):  # NumPy's arrays have no truth value
             raise PromptError("0 tokens have no logits; give at least one")
         check_token_ids(token_ids, self.runner.model.config.vocab_size)
         most = self.engine.scheduler.config.max_num_batched_tokens

@@ -73,6 +73,26 @@ def test_codebooks_are_trained_on_keys_before_rope() -> None:
         torch.testing.assert_close(cache.codebooks[is_key][0].mean[:, 0], expected.mean(0), rtol=1e-3, atol=1e-4)
 
 
+def test_any_seed_that_pytorch_takes_is_taken() -> None:
+    model = Decoder(small_config()).requires_grad_(False)
+    cache = CommVQKVCache(model.config, 1, 16, torch.float32, CPU, seed=2**63 - 1)
+    cache.prepare(model, Rows([list(range(40))]))
+    assert cache.model_bytes > 0
+
+
+def test_codebooks_are_trained_on_keys_that_the_model_computes() -> None:
+    """A text that is longer than a sliding window is cut to it, because full attention would compute others."""
+    torch.manual_seed(4)
+    config = small_config(sliding_window=9, sliding_layers=(True, False))
+    model, row = Decoder(config).requires_grad_(False), torch.randint(0, 300, (40,)).tolist()
+    means = []
+    for length in (40, 9, 8):
+        cache = CommVQKVCache(config, 1, 16, torch.float32, CPU, bits=1)
+        cache.prepare(model, Rows([row[:length]]))
+        means.append(cache.codebooks[True][1].mean)
+    assert torch.equal(means[0], means[1]) and not torch.equal(means[1], means[2])
+
+
 def test_bytes_are_counted_and_real(prepared: CommVQKVCache) -> None:
     """64 slots: 3 bits per number and a position; the codebooks are counted apart."""
     assert prepared.num_bytes == 64 * (2 * 2 * 16 * 3 // 8 + 4)
@@ -120,6 +140,7 @@ def test_what_it_cannot_do_is_refused(tiny: TinyPair) -> None:
         ({"bits": 0}, r"bits=0 must be an integer of at least 1"),
         ({"bits": 9}, r"bits=9 must be at most 8; layout 'paged' stores the model's dtype"),
         ({"seed": -1}, r"seed=-1 must be"),
+        ({"seed": 2**63}, r"seed=9223372036854775808 must be at most 9223372036854775807"),
     ):
         with pytest.raises(ConfigError, match=words):
             LLM(str(tiny.target), kv_cache_config={"layout": "commvq", **options})

@@ -17,7 +17,9 @@ from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_two_level import PagedTwoLevelKVCache
 from minillm.config import CacheConfig
 from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
+from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
 from tests.cache.runs import draft_of
 from tests.conftest import TinyPair
 
@@ -145,8 +147,37 @@ class Windowed(PagedKVCache):
         self.windows = [64] * len(self.windows)
 
 
-def test_a_fast_path_does_not_read_the_rows_of_a_layout_with_an_init_of_its_own() -> None:
+class WindowedByPrepare(PagedKVCache):
+    """A layout whose `prepare` changes what attention reads."""
+
+    def prepare(self, model: Decoder, texts: CalibrationTexts | None = None) -> None:
+        self.windows = [64] * len(self.windows)
+
+
+class ReadsTwice:
+    """A mixin that changes what attention reads, and knows no draft trees."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return 2 * super().attend(layer, q, k, v, batch)  # type: ignore[misc]
+
+
+class Mixed(ReadsTwice, PagedKVCache):
+    """A layout that has its `attend` from a mixin."""
+
+
+class Renamed(PagedKVCache):
+    """A layout that changes nothing."""
+
+
+@pytest.mark.parametrize("layout", [Windowed, WindowedByPrepare, Mixed])
+def test_a_fast_path_does_not_read_the_rows_of_a_layout_that_may_read_others(layout: type[PagedKVCache]) -> None:
     config, device = ModelConfig(97, 64, 96, 3, 4, 2, 32, 64), torch.device("cpu")
-    assert Windowed(config, 4, 4, torch.float32, device).stored_rows() is None
+    assert layout(config, 4, 4, torch.float32, device).stored_rows() is None
+    assert layout.supports_trees is (layout is not Mixed)
+
+
+def test_a_layout_that_says_how_its_rows_are_stored_is_read_by_a_fast_path() -> None:
+    config, device = ModelConfig(97, 64, 96, 3, 4, 2, 32, 64), torch.device("cpu")
+    assert Renamed(config, 4, 4, torch.float32, device).stored_rows().format == "float" and Renamed.supports_trees
     view = PagedTwoLevelKVCache(config, 4, 4, torch.float32, device).draft_view()
     assert view.stored_rows().format == "int4"

@@ -117,8 +117,10 @@ def test_a_round_of_k_means_never_makes_it_worse(heads: int, count: int) -> None
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"threshold": -0.1}, r"threshold=-0.1 must be a finite number of at least 0"),
+        ({"threshold": -0.1}, r"threshold=-0.1 must be a number of at least 0 and at most 2147483647"),
         ({"threshold": float("nan")}, r"threshold=nan"),
+        ({"threshold": float("inf")}, r"threshold=inf"),
+        ({"threshold": 10**20}, r"threshold=10{20} must be"),
         ({"cluster_share": 0}, r"cluster_share=0 must be a number above 0"),
     ],
 )

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from minillm.batch import Batch, Segment
+from minillm.cache.paged import PagedKVCache
 from minillm.errors import ConfigError, UnsupportedError
-from minillm.models.calibration import calibrate
+from minillm.models.calibration import calibrate, keys_and_values, longest_row
 from minillm.models.causal import CausalAttention
 from minillm.models.decoder import Decoder
 from minillm.models.quantize import decoder_linears, quantize_model
@@ -90,8 +92,22 @@ def test_rows_over_a_sliding_window_are_cut() -> None:
     assert calibrate(model, [[1] * 20], "inputs").num_tokens == 9
 
 
+def test_up_to_the_longest_row_keys_are_those_that_the_model_stores() -> None:
+    """The token behind it attends to one that the window hides."""
+    model, row = random_decoder(sliding_window=9, sliding_layers=(True, False)), list(range(2, 12))
+    cache = PagedKVCache(model.config, 1, 16, torch.float32, torch.device("cpu"))
+    batch = Batch.from_segments([Segment(row, 0, [0])], 16, torch.device("cpu"))
+    model(batch.token_ids, batch.positions, cache, batch)
+    found, stored = keys_and_values(model, [row])[1][0], cache.stored_rows().keys[0][1, :10]
+    assert longest_row(model.config) == 9
+    torch.testing.assert_close(found[:9], stored[:9], rtol=1e-4, atol=1e-5)
+    assert (found[9] - stored[9]).abs().max() > 1e-3
+
+
 def test_bad_calls_name_themselves() -> None:
     model = random_decoder()
+    with pytest.raises(ConfigError, match="at least 2 tokens, and uses up to 1 of a row"):
+        calibrate(random_decoder(sliding_window=1), ROWS, "gradients")
     with pytest.raises(ConfigError, match="at least 2 tokens"):
         calibrate(model, [[3]], "gradients")
     with pytest.raises(ConfigError, match="at least 1 tokens"):

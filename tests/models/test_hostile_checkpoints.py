@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, MinillmError
+from minillm.export.write_quantized import quantize_checkpoint
 from minillm.models.config_schema import SWITCHES, RopeScaling, StoredConfig
-from minillm.models.loading import load_model
+from minillm.models.loading import load_model, open_full_precision
 from minillm.models.quantize import quantize_model
 from minillm.models.quantized_checkpoint import save_quantized
 from minillm.quantization.schemes import make_scheme
@@ -297,6 +299,13 @@ def test_an_adapter_is_not_passed_over(folder: Path) -> None:
     (folder / "config.json").unlink()  # as peft saves it: the adapter alone
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     assert "contains an adapter (adapter_config.json)" in outcome(folder)
+    with pytest.raises(CheckpointError, match="contains an adapter"):
+        open_full_precision(folder, "cpu")
+    with pytest.raises(CheckpointError, match="contains an adapter"):
+        quantize_checkpoint(str(folder), make_scheme("int8"), folder.parent / "out")
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))}: cannot read config.json"):
+        open_full_precision(folder, "cpu")
 
 
 @pytest.mark.parametrize("method", ["int8", "int4"])
@@ -315,7 +324,9 @@ def test_what_quantisation_says_of_itself_may_be_anything(tiny: TinyPair, tmp_pa
 @pytest.mark.parametrize("content", ["", "[]", "7", "{", DEEP])
 def test_a_tokenizer_config_that_is_no_object_is_refused(folder: Path, content: str) -> None:
     (folder / "tokenizer_config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is (not JSON|no JSON object)"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer_config\.json is (not valid JSON|not a JSON object|nested too deeply)"
+    ):
         LLM(str(folder), device="cpu", enforce_eager=True)
 
 

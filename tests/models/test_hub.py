@@ -70,17 +70,39 @@ def test_offline_the_way_out_is_named(weights: Path, monkeypatch: pytest.MonkeyP
         resolve("owner/model")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EACCES, os.strerror(errno.EACCES)),
+        RuntimeError(f"Data processing error: IO Error: No space left on device (os error {errno.ENOSPC})"),
+        OSError(f"I/O error: Permission denied (os error {errno.EACCES})"),
+    ],
+    ids=str,
+)
 def test_a_disk_that_takes_no_files_is_not_called_a_hub_that_cannot_be_reached(
-    weights: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    weights: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
     import huggingface_hub
 
     def download(repo_id: str, **patterns: Any) -> str:
-        raise OSError(number, os.strerror(number))
+        raise problem
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(CheckpointError, match=r"its files cannot be stored \(.*; free space, or set HF_HOME"):
+        resolve("owner/model")
+
+
+def test_another_error_of_a_download_is_shown(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(repo_id: str, **patterns: Any) -> str:
+        raise RuntimeError("the server broke off (os error 104)\nand so on")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(
+        CheckpointError, match=r"cannot be downloaded \(RuntimeError: the server broke off .* 104\)\); run"
+    ):
         resolve("owner/model")
 
 

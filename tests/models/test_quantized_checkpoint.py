@@ -343,6 +343,45 @@ def test_only_new_folders_are_written(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out").stat().st_ino == before  # filled, not replaced: it may be a mount point
 
 
+def test_a_folder_that_is_there_is_filled_from_within_or_stays_empty(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = quantised(source, make_scheme("int8")), tmp_path / "out"
+    out.mkdir()
+    real, moved = Path.rename, []
+
+    def rename(file: Path, target: Path) -> Path:
+        if moved:
+            raise OSError("the second file fails")
+        moved.append(file)
+        return real(file, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the second file fails"):
+        patch.setattr(Path, "rename", rename)
+        save_quantized(model, source, out)
+    assert out in moved[0].parents, "its parent may be another disk, or not be writable"
+    assert list(out.iterdir()) == []
+    save_quantized(model, source, out)
+    assert (out / "config.json").exists()
+
+
+def test_files_of_another_writer_are_not_mixed_with_ours(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = quantised(source, make_scheme("int8")), tmp_path / "out"
+    out.mkdir()
+
+    def save_and_be_overtaken(*args: object, **options: object) -> None:
+        save_file(*args, **options)
+        (out / "config.json").write_text("another's")
+
+    monkeypatch.setattr("minillm.models.quantized_checkpoint.save_file", save_and_be_overtaken)
+    with pytest.raises(ConfigError, match="no longer empty: another process"):
+        save_quantized(model, source, out)
+    assert [file.name for file in out.iterdir()] == ["config.json"]
+    assert (out / "config.json").read_text() == "another's"
+
+
 def test_an_interrupt_while_writing_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

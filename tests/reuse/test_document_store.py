@@ -158,14 +158,54 @@ def test_what_an_interrupted_write_leaves_is_nothing(store: DocumentStore, monke
 
 
 def test_what_a_killed_write_left_goes_and_others_may_read_a_file(store: DocumentStore) -> None:
-    old, new = store.folder / "old.part", store.folder / "new.part"
-    for part in (old, new):
+    old, new, foreign = (store.folder / f"{name}.part" for name in ("minillm-kv-old", "minillm-kv-new", "foreign"))
+    for part in (old, new, foreign):
         part.write_bytes(b"half")
-    os.utime(old, (0, 0))
+    for part in (old, foreign):
+        os.utime(part, (0, 0))
     path = store.add(DOCUMENTS[0])
     assert not old.exists() and new.exists()  # another process may be writing it
+    assert foreign.exists(), "the store has not written it"
     if os.name == "posix":
         assert path.stat().st_mode & 0o044 == 0o044
+
+
+def test_the_store_cleans_up_what_it_writes(store: DocumentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(tensors: object, name: str, metadata: object) -> None:
+        os.utime(name, (0, 0))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(document_store, "save_file", killed)
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)  # the process ends before that
+        store.add(DOCUMENTS[0])
+    assert len(list(store.folder.iterdir())) == 1
+    path = store.add(DOCUMENTS[0])
+    assert list(store.folder.iterdir()) == [path]
+
+
+def test_files_that_may_not_be_deleted_stay_and_a_document_is_added(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [[token] * 20 for token in (5, 6, 7)]
+    size = DocumentStore(llm, tmp_path / "one").add(documents[0]).stat().st_size
+    store = DocumentStore(llm, tmp_path / "two", max_bytes=int(1.5 * size))
+    of_others, own = store.add(documents[0]), store.path(documents[1])
+    shutil.copy(of_others, own)
+    part = store.folder / "minillm-kv-old.part"
+    part.write_bytes(b"half")
+    for age, path in enumerate((part, of_others, own)):
+        os.utime(path, (age, age))
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path in (part, of_others):
+            raise PermissionError(f"Operation not permitted: {path}")
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert store.add(documents[2]).exists()
+    assert part.exists() and of_others.exists() and not own.exists()
 
 
 def test_two_writers_of_one_document_leave_one_whole_file(llm: LLM, store: DocumentStore) -> None:
@@ -190,6 +230,10 @@ def test_refusals(llm: LLM, store: DocumentStore, tiny: TinyPair, tmp_path: Path
         store.add("")
     with pytest.raises(PromptError, match="documents must be a list"):
         store.prompt(DOCUMENTS[0], "add(")
+    with pytest.raises(PromptError, match=r"not int; .* give documents as a list"):
+        store.prompt([5, 6, 7], "add(")
+    with pytest.raises(PromptError, match="text or token ids, not NoneType"):
+        store.add(None)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype"):
         DocumentStore(LLM(str(tiny.target), kv_cache_dtype="int4", enforce_eager=True), tmp_path)
 
@@ -224,8 +268,9 @@ def test_tokens_outside_the_vocabulary_are_refused_before_they_are_computed(llm:
     for token in (10**9, -1, 5.7, True, "x"):
         with pytest.raises(PromptError, match=f"prompt token 1 is {token!r}; ids must be integers"):
             store.add([5, token])
-    with pytest.raises(PromptError, match="not bytes; decode it"):
-        store.add(b"def f")
+    for raw in (b"def f", bytearray(b"def f"), memoryview(b"def f")):
+        with pytest.raises(PromptError, match=f"not {type(raw).__name__}; decode bytes"):
+            store.add(raw)
     assert not list(store.folder.glob("*"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -147,12 +148,53 @@ def test_a_listener_that_raises_while_blocks_are_taken_keeps_neither_lock_nor_bl
     llm.engine.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("interrupted", ["allocate", "free"])
+def test_an_interrupt_while_blocks_are_taken_or_given_back_loses_none(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    llm.submit("def", SamplingParams(max_tokens=9))
+    llm.engine.step()
+    pool = llm.engine.pool
+    used, allocate, free = pool.num_used, pool.allocate, pool.free
+
+    def interrupted_allocate(count: int) -> None:
+        allocate(count)
+        raise KeyboardInterrupt
+
+    def interrupted_free(blocks: list[int]) -> None:
+        free(blocks[:1])
+        raise KeyboardInterrupt
+
+    ways = {"allocate": interrupted_allocate, "free": interrupted_free}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pool, interrupted, ways[interrupted])
+        with Scratch(llm, 12):
+            pass
+    assert not llm.engine.lock._is_owned() and pool.num_used == used > 0
+    llm.engine.scheduler.check_integrity()
+
+
+def test_ids_may_be_an_array(llm: LLM) -> None:
+    ids = llm.engine.tokenizer.encode(TEXT)
+    array = np.array(ids)
+    for new in ([5], np.array([5, 6]), np.array([], dtype=np.int64)):
+        prompt = edited_prompt(llm, array, 1, 2, new, salt="a")
+        assert prompt["prompt_token_ids"] == [ids[0], *new, *ids[2:]]
+    with Scratch(llm, len(ids)) as scratch:
+        assert torch.equal(scratch.forward(array, 0), scratch.forward(ids, 0))
+
+
 def test_refusals_name_the_value_and_the_fix(llm: LLM, tiny: TinyPair) -> None:
     with pytest.raises(PromptError, match=r"span 5:3 .* 4 tokens"):
         edited_prompt(llm, [1, 2, 3, 4], 5, 3, [], salt="a")
     for salt in ("", 5):
         with pytest.raises(PromptError, match="salt"):
             edited_prompt(llm, [1, 2, 3, 4], 1, 2, [], salt=salt)
+    for token in ("x", 10**30):
+        with pytest.raises(PromptError, match=f"prompt token 3 is {token!r}; ids must be integers"):
+            edited_prompt(llm, [1, 2, 3, token, 4, 5], 2, 5, [7], salt="a")
+    with pytest.raises(PromptError, match="deletes all 4 tokens; leave at least one"):
+        edited_prompt(llm, [1, 2, 3, 4], 0, 4, [], salt="a")
     with pytest.raises(PromptError, match="0 tokens have no logits"), Scratch(llm, 4) as scratch:
         scratch.forward([], 0)
     with pytest.raises(RequestTooLargeError, match="300 tokens are more than max_model_len"):

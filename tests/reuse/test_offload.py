@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -176,6 +177,11 @@ def test_the_projection_is_that_of_the_layer_for_every_family(switches: dict) ->
         _, keys, values = layer.heads(x, cos, signed_sin)
         found = _KeyValueProjection(layer)(x, cos, signed_sin)
         torch.testing.assert_close(found, (keys, values), rtol=1e-4, atol=1e-4)
+
+
+def test_ids_may_be_an_array(offloader: Offloader) -> None:
+    found, right = offloader.offload(np.array(IDS)), offloader.offload(IDS)
+    assert torch.equal(found.span.keys, right.span.keys) and torch.equal(found.hidden, right.hidden)
 
 
 def test_no_hook_stays_behind(llm: LLM, offloader: Offloader) -> None:

@@ -25,9 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.errors import UnsupportedError
 from minillm.ops import store_kv as reference
 from minillm.ops.kv_quant import SMALLEST_SCALE, SMALLEST_STEP
 from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
+from minillm.ops.triton.stored_rows import check_contiguous
 
 ROUNDING_MAGIC = tl.constexpr(1.5 * 2.0**23)
 """Adding and subtracting it rounds |x| < 2^22 to an integer, ties to even."""
@@ -143,13 +145,21 @@ def store_kv(
     k: Tensor, v: Tensor, key_pools: Sequence[Tensor], value_pools: Sequence[Tensor], slot_mapping: Tensor
 ) -> None:
     """As `minillm.ops.store_kv.store_kv`. INT4 groups of an odd number of channels run through the reference, because
-    there a byte may belong to two groups."""
+    there a byte may belong to two groups. Raises `UnsupportedError` also for strided pools, and for keys and values
+    that differ in format or shape."""
     bits = reference.code_bits(key_pools)
     num_tokens, num_kv, dim = k.shape
     groups = key_pools[1].shape[2] if bits == 4 else 1
     channels = dim // groups
     if bits == 4 and channels % 2:
         return reference.store_kv(k, v, key_pools, value_pools, slot_mapping)
+    key_format, value_format = _format(key_pools), _format(value_pools)
+    if key_format != value_format:
+        raise UnsupportedError(
+            f"the kernel writes keys and values of one format; here keys have {key_format} and values {value_format} "
+            "(bits of a code or 0, the shape of each pool without slots); use the reference of store_kv"
+        )
+    check_contiguous([*key_pools, *value_pools])
     if num_tokens:
         k, v = contiguous_last_dims(k, 2), contiguous_last_dims(v, 2)
         padded_pools = [pool for pools in (key_pools, value_pools) for pool in (*pools, pools[0], pools[0])[:3]]
@@ -162,3 +172,7 @@ def store_kv(
             PAD_ROW=power_of_two(channels // 2 if bits == 4 else channels),
             num_warps=4 if num_kv * dim >= 512 else 1,
         )
+
+
+def _format(pools: Sequence[Tensor]) -> tuple[object, ...]:
+    return (reference.code_bits(pools), *(tuple(pool.shape[1:]) for pool in pools))

@@ -23,6 +23,14 @@ class QuantizedRows(Protocol):
     """`(slots, KV heads, dim)`."""
 
 
+def check_contiguous(pools: Sequence[Tensor]) -> None:
+    """Raise `UnsupportedError` for strided pools: kernels compute addresses from the shape."""
+    if not all(pool.is_contiguous() for pool in pools):
+        raise UnsupportedError(
+            "the pools of a layer must be contiguous; pass whole pools of one layer, not strided views"
+        )
+
+
 @dataclass(frozen=True)
 class KernelPools:
     """The pools of keys or values as the kernel takes them."""
@@ -47,10 +55,7 @@ class KernelPools:
                 "reference of paged_attention with this cache layout"
             )
         bits, first = code_bits(pools), pools[0]
-        if not all(pool.is_contiguous() for pool in pools):
-            raise UnsupportedError(
-                "the pools of a layer must be contiguous; pass whole pools of one layer, not strided views"
-            )
+        check_contiguous(pools)
         channels = rows.shape[2] // pools[1].shape[2] if bits == 4 else 1
         planes = 1
         if bits:

@@ -130,3 +130,24 @@ def test_pools_that_no_cache_has_are_refused() -> None:
     k = torch.zeros(1, 1, 32, device=WHERE)
     with pytest.raises(UnsupportedError, match="no cache has pools"):
         store_kv(k, k, [k.int()], [k.int()], torch.tensor([0], device=WHERE))
+
+
+def test_keys_and_values_of_two_formats_are_refused() -> None:
+    """The values would be written in the format of the keys."""
+    k, slots = torch.zeros(1, 2, 32, device=WHERE), torch.tensor([0], device=WHERE)
+    floats, int8, groups_of_32, groups_of_16 = (pools(b, 2, 32, g) for b, g in ((0, 0), (8, 0), (4, 32), (4, 16)))
+    for keys, values, words in (
+        (floats, int8, r"keys have \(0, \(2, 32\)\) and values \(8, \(2, 32\), \(2,\)\)"),
+        (int8, groups_of_32, r"keys have \(8, .* and values \(4, \(2, 16\), \(2, 1\), \(2, 1\)\)"),
+        (groups_of_32, groups_of_16, r"keys have \(4, .*\(2, 1\)\) and values \(4, .*\(2, 2\)\)"),
+        (groups_of_16, groups_of_32, r"keys have \(4, .*\(2, 2\)\) and values \(4, .*\(2, 1\)\)"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            store_kv(k, k, keys, values, slots)
+
+
+def test_a_strided_view_of_a_pool_is_refused() -> None:
+    k, slots = torch.zeros(1, 2, 32, device=WHERE), torch.tensor([0], device=WHERE)
+    [base] = pools(0, 4, 32, 0)
+    with pytest.raises(UnsupportedError, match="must be contiguous; pass whole pools"):
+        store_kv(k, k, [base[:, :2]], [base[:, 2:]], slots)
