@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from minillm.errors import CheckpointError, MinillmError, PromptError
-from minillm.models.json_files import read_json
+from minillm.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

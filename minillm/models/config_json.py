@@ -9,10 +9,10 @@ import torch
 from msgspec.structs import asdict
 
 from minillm.errors import CheckpointError, UnsupportedError
+from minillm.json_files import short_repr, validated
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.config_schema import MAX_CONTEXT, RopeScaling, StoredConfig, refuse_switches
 from minillm.models.families import family_of
-from minillm.models.json_files import short_repr, validated
 from minillm.models.rope import SCALINGS
 
 REQUIRED_PARAMETERS = {"linear": ("factor",), "llama3": ("low_freq_factor", "high_freq_factor")}

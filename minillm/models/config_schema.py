@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from minillm.errors import CheckpointError
-from minillm.models.json_files import float_in_range, int_in_range, short_repr
+from minillm.json_files import float_in_range, int_in_range, short_repr
 
 MAX_LAYERS = 1024
 MAX_CONTEXT = 2**24

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import CheckpointError
-from minillm.models.json_files import short_repr
+from minillm.json_files import short_repr
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from minillm.errors import CheckpointError
+from minillm.json_files import short_repr
 from minillm.models import bundled
-from minillm.models.json_files import short_repr
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from minillm import hardware
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
+from minillm.json_files import read_json, short_repr, validated
 from minillm.models.config import ModelConfig
 from minillm.models.config_json import end_tokens, llama_config, model_config
 from minillm.models.config_schema import GenerationConfig
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.empty_weights import UninitialisedParameters
 from minillm.models.hub import resolve
-from minillm.models.json_files import read_json, short_repr, validated
 from minillm.models.quantize import decoder_linears, empty_like
 from minillm.models.quantized_checkpoint import (
     Place,

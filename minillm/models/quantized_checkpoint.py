@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import CheckpointError, ConfigError
+from minillm.json_files import short_repr
 from minillm.models.decoder import Decoder
-from minillm.models.json_files import short_repr
 from minillm.models.quantize import decoder_linears
 from minillm.models.shards import SINGLE, Shards
 from minillm.models.staging import Staging

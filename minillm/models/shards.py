@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.errors import CheckpointError
-from minillm.models.json_files import read_json, short_repr, validated
+from minillm.json_files import read_json, short_repr, validated
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}

@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError
+from minillm.json_files import read_json, short_repr, validated
 from minillm.models import bundled
 from minillm.models.config import ModelConfig
 from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.models.hub import resolve
-from minillm.models.json_files import read_json, short_repr, validated
 from minillm.models.shards import SINGLE, Shards
 
 Module = TypeVar("Module", bound=nn.Module)
