@@ -67,6 +67,7 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
         raise UnsupportedError(f"{name} is quantised ({stored.method}); export the original checkpoint, e.g. as q8_0")
     part = _new_part(file)
     try:
+        _check_new(file)  # another export may have ended while the checkpoint was downloaded
         model = load_model(folder, torch.float32)
         config = model.config
         tokenizer = _tokenizer(folder, config)
@@ -138,10 +139,14 @@ def gguf_tensors(gguf: Any, model: Any, architecture: str) -> Iterator[tuple[str
 def _check_call(file: Path, kind: str) -> None:
     if kind not in TYPES:
         raise ConfigError(f"GGUF type {kind!r} is not available; there are: {', '.join(TYPES)}")
-    if file.exists():
-        raise ConfigError(f"{file} exists already; give a new file, or remove it first")
+    _check_new(file)
     if not file.parent.is_dir():
         raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
+
+
+def _check_new(file: Path) -> None:
+    if file.exists():
+        raise ConfigError(f"{file} exists already; give a new file, or remove it first")
 
 
 def _new_part(file: Path) -> Path:
@@ -230,8 +235,9 @@ def _check_weights(name: str, tensor: Tensor, stored_as: str) -> None:
     if not isfinite(largest):
         raise CheckpointError(f"{name} contains NaN or infinity; fetch the checkpoint again")
     if largest > (limit := LARGEST.get(stored_as, inf)):
+        larger = "bf16 or f32" if largest <= LARGEST["BF16"] else "f32"
         raise UnsupportedError(
-            f"{name} holds a weight of size {largest:.3g}, and {stored_as} ends at {limit:,.0f}; export as bf16 or f32"
+            f"{name} holds a weight of size {largest:.3g}, and {stored_as} ends at {limit:,.7g}; export as {larger}"
         )
 
 

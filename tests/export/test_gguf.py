@@ -155,6 +155,8 @@ def test_a_weight_beyond_float16_is_written_by_a_type_that_holds_it(tiny: TinyPa
     [
         (1e6, "f16", UnsupportedError, r"holds a weight of size 1e\+06, and F16 ends at 65,504; export as bf16 or f32"),
         (-1e7, "q8_0", UnsupportedError, r"holds a weight of size 1e\+07, and Q8_0 ends at 8,319,008; export as"),
+        (3.4e38, "bf16", UnsupportedError, r"holds .*, and BF16 ends at 3\.389531e\+38; export as f32$"),
+        (3.4e38, "f16", UnsupportedError, r"holds .*, and F16 ends at 65,504; export as f32$"),
         (float("nan"), "f32", CheckpointError, "contains NaN or infinity"),
         (float("-inf"), "bf16", CheckpointError, "contains NaN or infinity"),
     ],
@@ -240,6 +242,21 @@ def test_the_unfinished_file_of_another_export_is_left_alone(
     with pytest.raises(ConfigError, match=r"out\.gguf\.part exists: another export to out\.gguf is running"):
         export_gguf(str(tiny.target), tmp_path / "out.gguf", "f32")
     assert part.read_text() == "begun"
+
+
+def test_the_file_of_an_export_that_ended_meanwhile_is_left_alone(
+    tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "out.gguf"
+
+    def download(name: str) -> Path:
+        file.write_text("complete")
+        return Path(name)
+
+    monkeypatch.setattr(exporter, "resolve", download)
+    with pytest.raises(ConfigError, match=r"out\.gguf exists already"):
+        export_gguf(str(tiny.target), file, "f32")
+    assert file.read_text() == "complete" and list(tmp_path.iterdir()) == [file]
 
 
 def test_mistakes_are_told_before_anything_is_loaded(

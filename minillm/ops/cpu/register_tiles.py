@@ -1,9 +1,9 @@
 """Matrix products in registers: a few rows of x times a few panels of a matrix, all sums kept in registers.
 
 Nearly all time of a step goes here. `tile` multiplies floats; `tile_dots` bytes, bfloat16s and 16-bit integers, of
-which a lane holds several. Each sum is taken over k = 0, 1, 2 … in that order, whatever the number of rows and panels
-in the tile.
-So a token's numbers do not depend, to the last bit, on which other requests are in the batch.
+which a lane holds several. Each sum is taken over k = 0, 1, 2 … in that order (of a pair of bfloat16s, the odd one
+first), whatever the number of rows and panels in the tile. So a token's numbers do not depend, to the last bit, on
+which other requests are in the batch.
 """
 
 from __future__ import annotations
