@@ -81,8 +81,8 @@ def ablations(how: Callable[[str, Result], str]) -> str:
         "code by the command that trains them, which may have run on another machine. Their variants are trained "
         "alike, and shorter than the bundled drafters: compare them with each other. "
         "A draft is judged only where all before it were accepted: with low rates the later shares rest on few drafts. "
-        "The papers' figures are of far larger models, with drafters trained for far longer where they are trained. "
-        "Those that are speeds also depend on what a draft costs on a GPU."
+        "The papers' figures differ, because they are of other models and texts, with drafters that are trained far "
+        "longer, where they are trained; those that are speeds also depend on what a draft costs on a GPU."
     )
     parts = [_part(method, result) for method in dict.fromkeys(row["method"] for row in result["rows"])]
     return "\n".join(

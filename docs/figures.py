@@ -139,8 +139,9 @@ def headline_words() -> str:
         "so saving one gains less. These lines have fixed numbers; by default the engine drafts as many as it predicts "
         "to pay (lesson 11). `suffix` drafts need repetitive text. With AMX, minillm in bf16 prefills "
         f"{amx[512]:.2f}× as fast as transformers in bf16 at 512 tokens, {amx[1000]:.2f}× at 1,000 and "
-        f"{amx[4000]:.2f}× at 4,000. In the lines of 32 requests all systems run as many at a time as the line says; "
-        f"with AMX that is 8, because vLLM was not measured with all 32 there.{earlier}"
+        f"{amx[4000]:.2f}× at 4,000. In the lines of 32 requests all systems run as many at a time as the line says "
+        "(`32 seats`: `max_num_seqs` is 32); with AMX that is 8, because vLLM was not measured with all 32 there."
+        f"{earlier}"
     )
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 

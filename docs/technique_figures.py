@@ -92,22 +92,23 @@ def drafter(method: str) -> str:
     return f"{total:.2f} tokens per round on the target's greedy text, after training on {trained}"
 
 
-def ablated(method: str, without: str) -> dict[str, Any]:
-    """The variant of a drafter without one idea, as it was trained for ablations, on held-out code at temperature 0."""
-    return next(r for r in load("ablations")["rows"] if (r["method"], r["variant"]) == (method, without))
+def ablated(method: str, variant: str) -> dict[str, Any]:
+    """A variant of a drafter that was trained for ablations, on held-out code; the whole one has the method's name."""
+    return next(r for r in load("ablations")["rows"] if (r["method"], r["variant"]) == (method, variant))
 
 
-def worth(method: str, without: str) -> float:
-    """Tokens per round that one idea of a trained drafter is worth: those of the whole one, less those without it."""
-    whole, other = (ablated(method, name)["tokens_per_round"]["greedy"] for name in (method, without))
-    return float(whole - other)
+def tokens_per_round(method: str, variant: str) -> float:
+    """Those of a variant, at temperature 0."""
+    return float(ablated(method, variant)["tokens_per_round"]["greedy"])
 
 
-def rounds_of(method: str, without: str) -> str:
-    """Tokens per round of a drafter, whole and without one idea, and on how many tokens it was trained."""
-    whole, other = (ablated(method, name)["tokens_per_round"]["greedy"] for name in (method, without))
+def whole_and_without(method: str, without: str) -> str:
+    """Tokens per round of a drafter, whole and without one idea, and on how many tokens each was trained."""
+    whole, other = (tokens_per_round(method, name) for name in (method, without))
     trained = f"{ablated(method, method)['trained_tokens']:,}"
-    return f"{whole:.2f} tokens per round on held-out code, {other:.2f} with {without}, trained on {trained} tokens"
+    return (
+        f"{whole:.2f} tokens per round on held-out code, {other:.2f} with {without}, each trained on {trained} tokens"
+    )
 
 
 def speed_up(method: str) -> str:

@@ -35,9 +35,9 @@ from technique_figures import (
     ratio,
     recalled,
     recalled_from,
-    rounds_of,
     speed_up,
-    worth,
+    tokens_per_round,
+    whole_and_without,
     zoo,
 )
 
@@ -347,18 +347,19 @@ ROWS = (
         "SPIRe",
         "over 100% more throughput than a small draft, over 35% more than MagicDec (modelled)",
         '`"method": "spire"`; `minillm train --stages spire`, `--ablations spire`',
-        lambda: rounds_of("spire", "no feedback memory"),
-        "Feedback memory is what it gains by. Trained for minutes here, not for days; its speed is not measured.",
-        lambda: worth("spire", "no feedback memory") > 0,
+        lambda: whole_and_without("spire", "no feedback memory"),
+        "Feedback memory raises the tokens per round, as claimed. Trained for minutes here, not for days; its speed is "
+        "not measured.",
+        lambda: tokens_per_round("spire", "spire") > tokens_per_round("spire", "no feedback memory"),
     ),
     Row(
         "LongSpec",
         "up to 3.26×",
         '`"method": "long"`; `minillm train --stages long`, `--ablations long`',
-        lambda: rounds_of("long", "no cross-attention"),
+        lambda: whole_and_without("long", "no cross-attention"),
         "Its memory is constant, as claimed, and it gains by reading the target's cache. Trained for minutes here; its "
         "speed is not measured.",
-        lambda: worth("long", "no cross-attention") > 0,
+        lambda: tokens_per_round("long", "long") > tokens_per_round("long", "no cross-attention"),
     ),
     Row(
         "ThinK",
