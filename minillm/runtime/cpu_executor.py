@@ -37,6 +37,7 @@ FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
 }
 """Format of `StoredRows` → a function that turns its tensors into arrays. They share the memory of the cache."""
 NO_DRAFTS = np.empty((0, 0), np.int64)
+NO_TOKENS = np.empty(0, np.int64)
 NO_QUERIES = np.empty(0, np.float32)
 
 
@@ -95,6 +96,8 @@ class CpuExecutor:
         self.keys, self.values = FORMATS[rows.format](rows.keys), FORMATS[rows.format](rows.values)
         self.launcher = Launcher(step.run, step.run_together)
         self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
+        self.room = 0, 0
+        """The most tokens and threads that the scratch memory has room for."""
         self.thread_size = int(step.thread_scratch_size(self.dims))
         """Floats of scratch memory for each thread."""
 
@@ -106,14 +109,18 @@ class CpuExecutor:
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
-        return self._run(segments, NO_DRAFTS, (), NO_QUERIES)[:, : self.vocab_size]
+        return self._logits(self._run(segments, NO_DRAFTS, NO_TOKENS, NO_QUERIES))
 
     def run_observed(self, segments: Sequence[Segment], rows: Sequence[int]) -> ObservedStep:
         """See `ModelRunner.run_observed`."""
         num_layers, *heads = self.query_shape
         queries = torch.empty(num_layers, len(rows), *heads)
-        logits = self._run(segments, NO_DRAFTS, rows, queries.numpy().reshape(-1))
-        return ObservedStep(logits[:, : self.vocab_size], self._last_hidden(segments, len(logits)), queries)
+        logits = self._run(segments, NO_DRAFTS, np.array(rows, np.int64), queries.numpy().reshape(-1))
+        return ObservedStep(self._logits(logits), self._last_hidden(segments, len(logits)), queries)
+
+    def _logits(self, rows: np.ndarray) -> Tensor:
+        """Rows of logits without padding."""
+        return torch.from_numpy(rows if self.num_outputs == self.vocab_size else rows[:, : self.vocab_size])
 
     def _last_hidden(self, segments: Sequence[Segment], count: int) -> Tensor:
         """The `count` rows that the unembedding multiplied in the step that has just run, copied from its scratch
@@ -131,14 +138,17 @@ class CpuExecutor:
         """See `ModelRunner.draft`. All `count` steps are one compiled call. Raises `NonFiniteLogitsError` if the logits
         of a draft token were NaN or infinite."""
         drafted = np.empty((len(segments), count), np.int64)
-        self._run(segments, drafted, (), NO_QUERIES)
-        if (drafted == step.NO_TOKEN).any():
+        self._run(segments, drafted, NO_TOKENS, NO_QUERIES)
+        tokens: list[list[int]] = drafted.tolist()
+        if any(step.NO_TOKEN in row for row in tokens):
             raise NonFiniteLogitsError(BROKEN_DRAFTS)
-        return drafted.tolist()
+        return tokens
 
     def _run(
-        self, segments: Sequence[Segment], drafted: np.ndarray, observed: Sequence[int], queries: np.ndarray
-    ) -> Tensor:
+        self, segments: Sequence[Segment], drafted: np.ndarray, observed: np.ndarray, queries: np.ndarray
+    ) -> np.ndarray:
+        """Run a step. Returns the rows of logits, `[number of wanted rows, num_outputs]`; `drafted` and `queries` are
+        written as by `step.run`. `observed`: the tokens whose queries are wanted."""
         token_ids, tables, requests, wanted = [], [], [], logit_rows(segments)
         for s in segments:
             count, first = len(s.token_ids), len(token_ids)
@@ -152,30 +162,32 @@ class CpuExecutor:
         kind = len(token_ids).bit_length(), drafted.shape[1]
         threads = self.launcher.threads(kind)
         self._make_room(len(token_ids), threads)
-        logits = torch.empty((len(wanted), self.num_outputs))
+        logits = np.empty((len(wanted), self.num_outputs), np.float32)
         inputs = step.Inputs(
             np.array(token_ids, np.int64),
             np.array(requests, np.int64),
             np.array(tables, np.int64),
             tree,
             np.array(wanted, np.int64),
-            np.array(observed, np.int64),
+            observed,
         )
         scratch = step.Scratch(self.scratch, self.codes, self.thread_size)
         self.launcher.launch(
             kind, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
-            logits.numpy().reshape(-1), queries,
+            logits.reshape(-1), queries,
         )  # fmt: skip
         return logits
 
     def _make_room(self, tokens: int, threads: int) -> None:
         """Make the scratch memory large enough for a step."""
-        needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * self.thread_size)
-        if len(self.scratch) < needed:
-            self.scratch = empty_aligned(needed, np.dtype(np.float32))
-        bytes_needed = -(-tokens // amx.ROWS) * self.packed.widest_codes
-        if len(self.codes) < bytes_needed:
-            self.codes = empty_aligned(bytes_needed, np.dtype(np.uint8))
+        if tokens <= self.room[0] and threads <= self.room[1]:
+            return
+        tokens, threads = max(tokens, self.room[0]), max(threads, self.room[1])
+        self.scratch = empty_aligned(
+            int(step.areas.py_func(self.dims, tokens)[-1] + threads * self.thread_size), np.dtype(np.float32)
+        )
+        self.codes = empty_aligned(-(-tokens // amx.ROWS) * self.packed.widest_codes, np.dtype(np.uint8))
+        self.room = tokens, threads
 
 
 def _dims(p: PackedDecoder, config: ModelConfig, block_size: int, rows: StoredRows) -> np.ndarray:

@@ -61,7 +61,7 @@ class ChainDrafter(Drafter):
         """The `num_drafts[i]` most likely tokens after each segment i, with one call of the runner for each different
         number of drafts. The block tables have room for them. Where logits are NaN or infinite, all chains end."""
         tokens: list[list[int]] = [[] for _ in first]
-        segments, drafted = list(first), 0
+        segments, drafted, longest = list(first), 0, max(num_drafts)
         for count in sorted(set(num_drafts)):
             active = [i for i, most in enumerate(num_drafts) if most >= count]
             try:
@@ -71,7 +71,8 @@ class ChainDrafter(Drafter):
                 break
             for i, new in zip(active, found, strict=True):
                 tokens[i] += new
-                segments[i] = replace(segments[i], token_ids=new[-1:], start=segments[i].end + len(new) - 1)
+                if count < longest:
+                    segments[i] = replace(segments[i], token_ids=new[-1:], start=segments[i].end + len(new) - 1)
             drafted = count
         return tokens
 

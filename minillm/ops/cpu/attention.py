@@ -5,7 +5,8 @@
 A task is one KV head of one request and up to `TASK_ROWS` query rows: the query heads that share the KV head (GQA), for
 one or several new tokens. So decode, verification and prefill differ only in the number of tasks. A task reads sixteen
 keys at a time, dequantises them, once for all its rows, if they are codes, and transposes them, so that sixteen scores
-are the lanes of one vector. Values need no transpose; float values are read in place.
+are the lanes of one vector. Values need no transpose; float values are read in place. Where a task has about sixteen
+rows, as when four drafts are verified, the rows are the lanes (`attention_lanes.py`): nothing is transposed then.
 
 A **key block** is `KEY_BLOCK` positions. The softmax goes block by block (`softmax.py`), so that scores stay in the L1
 and L2 caches. Key blocks that no row of the task may see are skipped. Key blocks begin at fixed positions, and each row
@@ -21,13 +22,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 from numba.extending import overload
 
+from minillm.ops.cpu.attention_lanes import KEY_BLOCK, MASK, attend_lanes
 from minillm.ops.cpu.attention_pairs import add_pair_rows, interleave_rows, pair_tiles
 from minillm.ops.cpu.compiled import OPTIONS
-from minillm.ops.cpu.kv_rows import read_row
+from minillm.ops.cpu.find_rows import BFLOATS, copy_sixteen, find_rows, row_array, row_size
 from minillm.ops.cpu.panels import tiles
+from minillm.ops.cpu.register_tiles import FITS_ALL
 from minillm.ops.cpu.simd import LANES, load, no_inline, splat, store, store_bfloats, transpose
 from minillm.ops.cpu.softmax import NEGATIVE_INFINITY, finish_row, softmax_block, start_row
 
@@ -35,14 +38,10 @@ TASK_ROWS = 96
 """Most query rows of a task: sixteen tiles."""
 TILE_ROWS = 6
 """Rows of one tile."""
-KEY_BLOCK = 128
-"""Positions of a key block. Blocks begin at multiples of it, so the result of a row does not depend on its task."""
-MASK = 1
-"""Column of `tree`: which new tokens of its request a token sees, bit i for the i-th; -1: all up to itself."""
+LEAST_LANES = 9 if FITS_ALL else 13
+"""Rows from which on `attend_lanes` is faster, up to sixteen: it takes as long for one row as for sixteen."""
 NO_TREE = np.empty((0, 2), np.int64)
 """`tree` of a step without draft trees: the new tokens of each request are a chain."""
-BFLOATS = types.uint16
-"""numba type of a pool of bfloat16s."""
 KEY_GROUPS = 4
 """Groups of sixteen keys that one tile scores. With few rows too, it then has enough independent sums to hide the
 latency of a multiply-add."""
@@ -81,12 +80,20 @@ def attend(
         for head in range(num_kv_heads):
             for first in range(0, request_rows, rows):
                 if task % team.num_threads == team.thread_id:
-                    _task(
-                        first, min(rows, request_rows - first), group, head, heads, heads_at, heads_row, num_heads,
-                        num_kv_heads, head_dim, window, requests[r], tables, tree, block_size, layer_row, keys, values,
-                        out, out_at, scratch, thread_at,
+                    count = min(rows, request_rows - first)
+                    _run_task(
+                        keys, count, (
+                            first, count, group, head, heads, heads_at, heads_row, num_heads, num_kv_heads, head_dim,
+                            window, requests[r], tables, tree, block_size, layer_row, keys, values, out, out_at,
+                            scratch, thread_at,
+                        ),
                     )  # fmt: skip
                 task += 1
+
+
+def _run_task(keys, rows, arguments):
+    """Call `_task`, or where it is faster `attend_lanes`."""
+    raise NotImplementedError
 
 
 @njit(**OPTIONS)
@@ -159,14 +166,14 @@ def _score(
     rows, scores,
 ):  # fmt: skip
     """Compute the scores of `count` keys, from `position` on, for all rows."""
-    (pool,) = _row_array(keys, block_size, scratch)
-    size = _row_size(keys, head_dim)
+    (pool,) = row_array(keys, block_size, scratch)
+    size = row_size(keys, head_dim)
     transposed, step = spare + LANES * size, LANES * size
     for j in range(0, count, KEY_GROUPS * LANES):
         groups = KEY_GROUPS if count - j > (KEY_GROUPS - 1) * LANES else (count - j + LANES - 1) // LANES
         for g in range(groups):
             key = j + g * LANES
-            source, row, _ = _find_rows(
+            source, row, _ = find_rows(
                 keys, position + key, min(LANES, count - key), tables, table, block_size, layer_row, num_kv_heads,
                 head, size, scratch, spare,
             )  # fmt: skip
@@ -205,16 +212,16 @@ def _add_float_values(
 ):  # fmt: skip
     if rows > TILE_ROWS:  # every tile reads the values: copied side by side they fit into the L1 cache
         for j in range(0, count, LANES):
-            _copy_sixteen(
+            copy_sixteen(
                 values, position + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim,
                 scratch, spare + j * head_dim,
             )  # fmt: skip
         _add_rows(scratch, spare, head_dim, count, head_dim, scratch, weights, rows, sums)
         return
-    (pool,) = _row_array(values, block_size, scratch)
+    (pool,) = row_array(values, block_size, scratch)
     j = 0
     while j < count:
-        source, row, here = _find_rows(
+        source, row, here = find_rows(
             values, position + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim,
             scratch, spare,
         )  # fmt: skip
@@ -227,11 +234,11 @@ def _add_bfloat_values(
     position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
     weights, rows, sums,
 ):  # fmt: skip
-    (pool,) = _row_array(values, block_size, scratch)
-    size, copies = _row_size(values, head_dim), spare + KEY_BLOCK // 2 * head_dim
+    (pool,) = row_array(values, block_size, scratch)
+    size, copies = row_size(values, head_dim), spare + KEY_BLOCK // 2 * head_dim
     j = 0
     while j < count:
-        source, row, here = _find_rows(
+        source, row, here = find_rows(
             values, position + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, size, scratch,
             copies,
         )  # fmt: skip
@@ -255,83 +262,18 @@ def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
             )
 
 
-def _row_array(pool, block_size, spare):
-    """The array in which `_find_rows` finds rows, as a tuple of one. Floats and pairs of bfloat16s stay in the pool;
-    codes, and rows whose block size is no multiple of sixteen, are copied to `spare`."""
-    raise NotImplementedError
+@overload(_run_task, jit_options=OPTIONS)
+def _typed_run_task(keys, rows, arguments):
+    if keys[0].dtype == BFLOATS:
+        return lambda keys, rows, arguments: _task(*arguments)
 
+    def run(keys, rows, arguments):
+        if LEAST_LANES <= rows <= LANES:
+            attend_lanes(*arguments)
+        else:
+            _task(*arguments)
 
-def _row_size(pool, head_dim):
-    """Numbers of 32 bits in a row that `_find_rows` finds: a float, or a pair of bfloat16s."""
-    raise NotImplementedError
-
-
-def _find_rows(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at):
-    """Rows j, j + 1, … of a request, `size` floats or pairs each: (index of the first, distance from one to the next,
-    number of rows).
-
-    The number is at most `most` and at least min(`most`, 16). `spare[spare_at]`: room for sixteen rows.
-    """
-    raise NotImplementedError
-
-
-@njit(**OPTIONS)
-def _copy_sixteen(
-    pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
-):  # fmt: skip
-    count, block, offset = min(most, LANES), table + j // block_size, j % block_size
-    for i in range(count):
-        slot = tables[block] * block_size + offset
-        read_row(pool, layer_row + slot * num_kv_heads + head, spare, spare_at + i * head_dim, head_dim)
-        offset += 1
-        if offset == block_size:
-            block, offset = block + 1, 0
-    return spare_at, head_dim, count
-
-
-@njit(**OPTIONS)
-def _find_floats(
-    pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
-):  # fmt: skip
-    if block_size % LANES:
-        return _copy_sixteen(
-            pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
-        )
-    block, offset = table + j // block_size, j % block_size
-    slot, count = tables[block] * block_size + offset, block_size - offset
-    while count < most and tables[block + 1] == tables[block] + 1:
-        block, count = block + 1, count + block_size
-    at = (layer_row + slot * num_kv_heads + head) * head_dim
-    return at, num_kv_heads * head_dim, min(count, most)
-
-
-@overload(_row_array, jit_options=OPTIONS)
-def _typed_row_array(pool, block_size, spare):
-    if pool[0].dtype == types.float32:
-        return lambda pool, block_size, spare: (spare,) if block_size % LANES else (pool[0],)
-    if pool[0].dtype == BFLOATS:
-        return lambda pool, block_size, spare: (spare,) if block_size % LANES else (pool[0].view(np.float32),)
-    return lambda pool, block_size, spare: (spare,)
-
-
-@overload(_row_size, jit_options=OPTIONS)
-def _typed_row_size(pool, head_dim):
-    return (lambda pool, head_dim: head_dim // 2) if pool[0].dtype == BFLOATS else lambda pool, head_dim: head_dim
-
-
-@overload(_find_rows, jit_options=OPTIONS)
-def _typed_find_rows(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at):
-    if pool[0].dtype == BFLOATS:
-        return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at: (
-            _find_floats(
-                (pool[0].view(np.float32),), j, most, tables, table, block_size, layer_row, num_kv_heads, head, size,
-                spare, spare_at,
-            )
-        )  # fmt: skip
-    find = _find_floats if pool[0].dtype == types.float32 else _copy_sixteen
-    return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at: find(
-        pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at
-    )
+    return run
 
 
 @overload(_store_query, jit_options=OPTIONS)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from minillm.batch import Segment, tree_masks
+from minillm.batch import Batch, Segment, tree_masks
 from minillm.ops.cpu.attention import KEY_BLOCK, NO_TREE, attend, scratch_size
 from minillm.ops.cpu.team import Team, new_sync
 from minillm.ops.paged_attention import paged_attention
@@ -115,6 +116,29 @@ def test_a_row_is_the_same_to_the_last_bit_on_any_number_of_threads() -> None:
     whole = run(q, keys, values, batch)
     assert torch.equal(whole, run(q, keys, values, batch, threads=2))
     assert torch.equal(whole, run(q, keys, values, batch, threads=5))
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("block_size", [7, 16])
+def test_a_row_is_the_same_to_the_last_bit_in_a_task_of_any_size(count: int, block_size: int) -> None:
+    """Three rows for each new token; `attend_lanes` computes tasks of about sixteen rows, `_task` all others."""
+    q, keys, values, batch, _ = random_step(count, block_size, (6, 2), 64, [2 * KEY_BLOCK + 37])
+    batch = batch_of_last(batch, count)
+    q = q[-count:] * torch.linspace(0.5, 3, count)[:, None, None]
+    chain = NO_TREE
+    tree = np.array([[0] * count, random_masks(random.Random(count), [count])], np.int64).T.copy()
+    for window, draft in ((None, chain), (None, tree), (3, chain), (KEY_BLOCK, chain), (KEY_BLOCK + 35, chain)):
+        together = run(q, keys, values, batch, window, 1, draft)
+        if draft is chain:
+            batch.plans.clear()
+            right = paged_attention(q, keys, values, batch, window)
+            assert float((together - right).norm() / right.norm()) < 1e-6, window
+        assert torch.equal(run(q, keys, values, batch, window, 100, draft), together), window  # a row per task
+
+
+def batch_of_last(batch: Batch, count: int) -> Batch:
+    """The step of one request with only its last `count` tokens as new ones."""
+    return dataclasses.replace(batch, query_start=[0, count])
 
 
 def test_large_scores_do_not_overflow() -> None:
