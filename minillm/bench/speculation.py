@@ -65,8 +65,10 @@ PLAIN_EVERY = 2
 """Plain decoding runs before and after so many others."""
 TRAINED = ("heads", "prompt_tokens", "spire", "long")
 """Methods with weights that were trained for one target."""
+LIKELY = {"method": "draft_model", "model": None, "min_survival": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "model": None},
+    "likely draft_model": LIKELY,
     "draft_tree": {"method": "draft_tree", "model": None, "tree_shape": "measured"},
     "staged": {"method": "staged", "model": None},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
@@ -74,13 +76,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix or draft_model": {
         "method": "suffix",
         "suffix_decoding_max_cached_requests": 0,
-        "fallback": {"method": "draft_model", "model": None},
+        "fallback": LIKELY,
+        "fallback_below": 3,
     },
     "self_sparse": {"method": "self_sparse"},
     "self_quant": {"method": "self_quant"},
     **{method: {"method": method} for method in TRAINED},
 }
-"""The options of each method; a `model` of None is the draft model. `TRAINED` ones run where there are weights."""
+"""The options of each method; a `model` of None is the draft model, in W8A8: that is faster, and drafts need not be
+exact. `TRAINED` ones run where there are weights."""
 SYNTHETIC = {
     "synthetic": {
         "method": "draft_model",
@@ -242,7 +246,9 @@ def _engines(
     for place, (name, options) in enumerate(methods.items()):
         if place == len(methods) // 2:
             engines[AGAIN] = engine(None)
-        options = _with_draft(options, draft, quantization)
+        options = _with_draft(options, draft)
+        if "fallback_below" in options:
+            options["fallback_below"] = min(options["fallback_below"], drafts)
         for adaptive in (False, True):
             label = f"{name}, adaptive" if adaptive else name
             try:
@@ -252,13 +258,13 @@ def _engines(
     return engines
 
 
-def _with_draft(options: Mapping[str, Any], draft: str | None, quantization: str | None) -> dict[str, Any]:
-    """`options` with the draft model where they ask for one, in 8 bits if the target is quantised."""
+def _with_draft(options: Mapping[str, Any], draft: str | None) -> dict[str, Any]:
+    """`options` with the draft model where they ask for one."""
     found = dict(options)
     if options.get("model", "") is None:
-        found |= {"model": draft, "quantization": quantization and "w8a8"}
+        found |= {"model": draft, "quantization": "w8a8"}
     if "fallback" in options:
-        found["fallback"] = _with_draft(options["fallback"], draft, quantization)
+        found["fallback"] = _with_draft(options["fallback"], draft)
     return found
 
 

@@ -38,7 +38,7 @@ FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
 """Format of `StoredRows` → a function that turns its tensors into arrays. They share the memory of the cache."""
 NO_DRAFTS = np.empty((0, 0), np.int64)
 NO_TOKENS = np.empty(0, np.int64)
-NO_QUERIES = np.empty(0, np.float32)
+NO_QUERIES = NO_SURVIVAL = np.empty(0, np.float32)
 
 
 def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
@@ -72,6 +72,7 @@ class CpuExecutor:
     configuration. The cache stays where it is: the step reads and writes its memory."""
 
     runs_trees = True
+    drafts_likely = True
 
     def __init__(
         self,
@@ -144,11 +145,29 @@ class CpuExecutor:
             raise NonFiniteLogitsError(BROKEN_DRAFTS)
         return tokens
 
+    def draft_likely(
+        self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
+    ) -> tuple[list[list[int]], list[float]]:
+        """See `ModelRunner.draft_likely`. All steps are one compiled call, as in `draft`."""
+        drafted = np.full((len(segments), count), step.ENDED, np.int64)
+        products = np.array(survival, np.float32)
+        self._run(segments, drafted, NO_TOKENS, NO_QUERIES, products, min_survival)
+        tokens: list[list[int]] = drafted.tolist()
+        if any(step.NO_TOKEN in row for row in tokens):
+            raise NonFiniteLogitsError(BROKEN_DRAFTS)
+        return [row[: row.index(step.ENDED)] if step.ENDED in row else row for row in tokens], products.tolist()
+
     def _run(
-        self, segments: Sequence[Segment], drafted: np.ndarray, observed: np.ndarray, queries: np.ndarray
+        self,
+        segments: Sequence[Segment],
+        drafted: np.ndarray,
+        observed: np.ndarray,
+        queries: np.ndarray,
+        survival: np.ndarray = NO_SURVIVAL,
+        min_survival: float = 0.0,
     ) -> np.ndarray:
-        """Run a step. Returns the rows of logits, `[number of wanted rows, num_outputs]`; `drafted` and `queries` are
-        written as by `step.run`. `observed`: the tokens whose queries are wanted."""
+        """Run a step. Returns the rows of logits, `[number of wanted rows, num_outputs]`; `drafted`, `survival` and
+        `queries` are written as by `step.run`. `observed`: the tokens whose queries are wanted."""
         token_ids, tables, requests, wanted = [], [], [], logit_rows(segments)
         for s in segments:
             count, first = len(s.token_ids), len(token_ids)
@@ -159,7 +178,8 @@ class CpuExecutor:
         if any(s.parents is not None for s in segments):
             depths = [depth for s in segments for depth in s.depths]
             tree = np.array([depths, tree_masks(segments)], np.int64).T.copy()
-        kind = len(token_ids).bit_length(), drafted.shape[1]
+        ends_early = len(survival) > 0
+        kind = len(token_ids).bit_length(), 1 if ends_early else drafted.shape[1]
         threads = self.launcher.threads(kind)
         self._make_room(len(token_ids), threads)
         logits = np.empty((len(wanted), self.num_outputs), np.float32)
@@ -172,10 +192,14 @@ class CpuExecutor:
             observed,
         )
         scratch = step.Scratch(self.scratch, self.codes, self.thread_size)
-        self.launcher.launch(
-            kind, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
-            logits.reshape(-1), queries,
+        seconds = self.launcher.call(
+            threads, drafted, survival, np.float32(min_survival), self.dims, self.weights, self.keys, self.values,
+            inputs, scratch, logits.reshape(-1), queries,
         )  # fmt: skip
+        if ends_early:  # compared by the time of one step
+            longest = int((drafted != step.ENDED).sum(axis=1).max())
+            seconds /= min(longest + 1, drafted.shape[1])
+        self.launcher.choice.record(kind, threads, seconds)
         return logits
 
     def _make_room(self, tokens: int, threads: int) -> None:

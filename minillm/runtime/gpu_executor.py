@@ -200,6 +200,7 @@ class GpuExecutor:
         """The captured steps by shape and number of drafts (0: a step without drafting)."""
 
     runs_trees = False
+    drafts_likely = False
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:

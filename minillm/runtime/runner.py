@@ -44,6 +44,8 @@ class Executor(Protocol):
 
     runs_trees: bool
     """Whether it can run a step in which a segment ends in a draft tree; if not, plain PyTorch runs such a step."""
+    drafts_likely: bool
+    """Whether it has `draft_likely`; if not, `run` is called once for each token."""
 
     def warm_up(self) -> str | None:
         """Prepare the first steps. Returns why it cannot run here, or None; with a reason, the model is as before."""
@@ -56,6 +58,11 @@ class Executor(Protocol):
 
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """See `ModelRunner.draft`."""
+
+    def draft_likely(
+        self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
+    ) -> tuple[list[list[int]], list[float]]:
+        """See `ModelRunner.draft_likely`."""
 
 
 class QueryRecorder:
@@ -179,6 +186,39 @@ class ModelRunner:
                 for s, row in zip(segments, tokens, strict=True)
             ]
         return tokens
+
+    def draft_likely(
+        self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
+    ) -> tuple[list[list[int]], list[float]]:
+        """As `draft`, but each chain ends before the token with which its survival falls below `min_survival`: the
+        product of the probabilities that the model gives its tokens, temperature 1. `survival`: that of each chain so
+        far, 1 for one that begins. Returns the tokens, and the product with that of a token left out, if one was."""
+        if self.executor is not None and self.executor.drafts_likely:
+            return self.executor.draft_likely(segments, count, survival, min_survival)
+        return self.draft_likely_step_by_step(segments, count, survival, min_survival)
+
+    def draft_likely_step_by_step(
+        self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
+    ) -> tuple[list[list[int]], list[float]]:
+        """As `draft_likely`, with one forward for each token."""
+        tokens: list[list[int]] = [[] for _ in segments]
+        products, steps = list(survival), list(segments)
+        active = [i for i, product in enumerate(products) if product >= min_survival]
+        for _ in range(count):
+            if not active:
+                break
+            logits = self.run([steps[i] for i in active])
+            if not logits.isfinite().all():
+                raise NonFiniteLogitsError(BROKEN_DRAFTS)
+            largest, found = logits.float().softmax(-1).max(-1)
+            for i, probability, token in zip(active, largest.tolist(), found.tolist(), strict=True):
+                products[i] *= probability
+                if products[i] >= min_survival:
+                    tokens[i].append(token)
+                    s = steps[i]
+                    steps[i] = Segment([token], s.end, s.block_table, num_skipped=s.num_skipped)
+            active = [i for i in active if products[i] >= min_survival]
+        return tokens, products
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `KVCache.copy_blocks`."""

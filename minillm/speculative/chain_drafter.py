@@ -57,21 +57,35 @@ class ChainDrafter(Drafter):
         """Whether all drafts of these requests are the argmax. Their q is one-hot, so they need no distribution."""
         return self.greedy or all(request.takes_argmax for request in requests)
 
-    def draft_argmax(self, first: Sequence[Segment], num_drafts: Sequence[int]) -> list[list[int]]:
+    def draft_argmax(
+        self, first: Sequence[Segment], num_drafts: Sequence[int], min_survival: float = 0.0
+    ) -> list[list[int]]:
         """The `num_drafts[i]` most likely tokens after each segment i, with one call of the runner for each different
-        number of drafts. The block tables have room for them. Where logits are NaN or infinite, all chains end."""
+        number of drafts. The block tables have room for them.
+
+        A chain ends before the draft with which the product of their probabilities falls below `min_survival`. Where
+        logits are NaN or infinite, all chains end.
+        """
         tokens: list[list[int]] = [[] for _ in first]
+        survival = [1.0] * len(first)
         segments, drafted, longest = list(first), 0, max(num_drafts)
         for count in sorted(set(num_drafts)):
-            active = [i for i, most in enumerate(num_drafts) if most >= count]
+            active = [i for i, most in enumerate(num_drafts) if most >= count and len(tokens[i]) == drafted]
+            step, so_far = [segments[i] for i in active], [survival[i] for i in active]
+            if not active:
+                break
             try:
-                found = self.runner.draft([segments[i] for i in active], count - drafted)
+                if min_survival:
+                    found, so_far = self.runner.draft_likely(step, count - drafted, so_far, min_survival)
+                else:
+                    found = self.runner.draft(step, count - drafted)
             except NonFiniteLogitsError as problem:
                 warn_of_broken_logits(self, problem)
                 break
-            for i, new in zip(active, found, strict=True):
+            for i, new, product in zip(active, found, so_far, strict=True):
                 tokens[i] += new
-                if count < longest:
+                survival[i] = product
+                if new and count < longest:
                     segments[i] = replace(segments[i], token_ids=new[-1:], start=segments[i].end + len(new) - 1)
             drafted = count
         return tokens

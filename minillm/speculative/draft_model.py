@@ -7,6 +7,11 @@ the last of them has not been through the draft model: the next round computes i
 The draft model fills blocks later than the target. When a request finds blocks in the prefix cache, they may or may not
 hold the draft's keys and values. So the drafter records the hash of the contents that it has computed for each block,
 and skips those blocks when it catches up with the target.
+
+`min_survival` ends a chain where the draft model is unsure: the product of its probabilities estimates how likely all
+drafts so far are accepted. It is too low, but tells well which drafts are worth a row of the target's forward. That is
+known before a draft is chosen, so the output keeps the target's distribution. It holds for chains of argmaxes only: how
+likely a sampled draft is accepted does not follow from its probability.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
+from minillm.config import in_range
 from minillm.errors import ConfigError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
@@ -27,8 +33,8 @@ from minillm.speculative.drafter import Draft, DraftContext
 
 
 @dataclass(frozen=True)
-class DraftModelOptions:
-    """vLLM's options of method `draft_model`."""
+class ModelOptions:
+    """vLLM's options of methods with a draft model that drafts chains."""
 
     model: str | None = None
     """The draft model: a bundled name, a folder or a hub id."""
@@ -37,10 +43,24 @@ class DraftModelOptions:
     draft_sample_method: str = "probabilistic"
     """`probabilistic` samples drafts from the draft's distribution; `greedy`, vLLM's default, takes the argmax."""
 
-    def __post_init__(self) -> None:
+    def check(self, method: str) -> None:
+        """Raise `ConfigError` for options that `method` cannot work with."""
         if not self.model:
-            raise ConfigError("speculative method 'draft_model' needs 'model', for example 'minicoder-draft'")
+            raise ConfigError(f"speculative method {method!r} needs 'model', for example 'minicoder-draft'")
         check_sample_method(self.draft_sample_method)
+
+
+@dataclass(frozen=True)
+class DraftModelOptions(ModelOptions):
+    """The options of method `draft_model`."""
+
+    min_survival: float = 0.0
+    """minillm's own. A chain of argmaxes ends before the draft with which the product of their probabilities, by the
+    draft model, falls below this. 0: it never ends early."""
+
+    def __post_init__(self) -> None:
+        self.check("draft_model")
+        in_range("min_survival", self.min_survival, 1.0)
 
 
 @dataclass
@@ -69,9 +89,12 @@ class DraftModelDrafter(ChainDrafter):
 
     Options = DraftModelOptions
 
-    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool) -> None:
+    def __init__(
+        self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool, min_survival: float = 0.0
+    ) -> None:
         super().__init__(runner, greedy)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.min_survival = min_survival
         self._progress: WeakKeyDictionary[Request, DraftProgress] = WeakKeyDictionary()
         self._filled: dict[int, bytes] = {}
         """Block id → hash of its contents, for blocks that the draft model has computed completely."""
@@ -81,7 +104,8 @@ class DraftModelDrafter(ChainDrafter):
         """See `Drafter.build`."""
         options = context.options
         runner = context.new_runner(context.load_model(options.model, options.quantization))
-        return cls(runner, context.max_num_batched_tokens, options.draft_sample_method == "greedy")
+        is_greedy = options.draft_sample_method == "greedy"
+        return cls(runner, context.max_num_batched_tokens, is_greedy, options.min_survival)
 
     def num_computed_tokens(self, request: Request) -> int:
         """How many of the request's tokens, from the first on, are in the draft model's cache."""
@@ -114,6 +138,14 @@ class DraftModelDrafter(ChainDrafter):
             self._progress.clear()
             raise
 
+    def propose_for_timing(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose_for_timing`. What the draft model thinks of made-up text must not end the chains."""
+        min_survival, self.min_survival = self.min_survival, 0.0
+        try:
+            return self.propose(requests, num_drafts)
+        finally:
+            self.min_survival = min_survival
+
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         for request in requests:
             self.num_computed_tokens(request)  # updates the progress
@@ -141,10 +173,11 @@ class DraftModelDrafter(ChainDrafter):
             segments.append(self._segment(request, start, request.token_ids[start:]))
             for position in range(request.num_tokens, request.num_tokens + count - 1):
                 self._filled.pop(request.block_table[position // self.runner.block_size], None)
-        drafts = [Draft(token_ids) for token_ids in self.draft_argmax(segments, num_drafts)]
-        for request, draft in zip(requests, drafts, strict=True):
-            self._progress[request] = DraftProgress(request.num_tokens, draft.token_ids[:-1])
-        return drafts
+        chains = self.draft_argmax(segments, num_drafts, self.min_survival)
+        for request, chain, most in zip(requests, chains, num_drafts, strict=True):
+            # The last draft was computed only where the chain ended early, to learn how likely the next one is.
+            self._progress[request] = DraftProgress(request.num_tokens, chain if len(chain) < most else chain[:-1])
+        return [Draft(chain) for chain in chains]
 
     def _catch_up(self, requests: Sequence[Request]) -> Tensor:
         """Compute all committed tokens that are not in the draft model's cache, in chunks of `max_num_batched_tokens`.

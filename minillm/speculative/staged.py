@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
-from minillm.errors import ConfigError, NonFiniteLogitsError
+from minillm.errors import NonFiniteLogitsError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import argmax
 from minillm.speculative.chain_drafter import check_finite, warn_of_broken_logits
-from minillm.speculative.draft_model import DraftModelDrafter, DraftModelOptions, DraftProgress
+from minillm.speculative.draft_model import DraftModelDrafter, DraftProgress, ModelOptions
 from minillm.speculative.drafter import Draft, DraftContext
 from minillm.speculative.ngram import NgramDrafter, NgramOptions
 
 
 @dataclass(frozen=True)
-class StagedOptions(DraftModelOptions):
+class StagedOptions(ModelOptions):
     """The options of method `staged`: those of `draft_model`, and the lookup that guesses its drafts."""
 
     prompt_lookup_min: int | None = 2
@@ -46,9 +46,7 @@ class StagedOptions(DraftModelOptions):
     """See `NgramOptions`."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("speculative method 'staged' needs 'model', for example 'minicoder-draft'")
-        super().__post_init__()
+        self.check("staged")
         _ = self.lookup  # checks the numbers
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -319,8 +320,40 @@ def test_every_call_has_arguments_of_the_same_types(monkeypatch: pytest.MonkeyPa
     outputs(runner)
     runner.run_observed([Segment(PROMPT, 0, TABLE, 2)], [3, 4])
     runner.draft([Segment(PROMPT, 0, TABLE)], 4)
+    runner.draft_likely([Segment(PROMPT, 0, TABLE)], 4, [1.0], 0.5)
     runner.run([Segment([50, 51, 52, 53], 22, TABLE, 4, [-1, -1, 0])])
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, vocab_size=96)], ids=["97 tokens", "96 tokens"])
+def test_chains_end_where_their_survival_falls_below_the_limit(
+    config: ModelConfig, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """97 tokens leave one behind the last whole vector of logits. The model is scaled, or no token would be likely."""
+    if threads > launch.NUMBA_NUM_THREADS:
+        pytest.skip("numba has one thread here")
+    model = random_model(config)
+    model.lm_head.weight.mul_(2)
+    runner, plain = runner_of(model), runner_of(model, fast=False)
+    monkeypatch.setattr(runner.executor.launcher, "threads", lambda kind: threads)
+    segments = [Segment(PROMPT, 0, TABLE), Segment(OTHER, 0, OTHERS_TABLE)]
+    lengths = set()
+    for so_far in ([1.0, 1.0], [0.5, 1.0]):
+        [whole, products] = plain.draft_likely(segments, 6, so_far, 1e-9)
+        assert whole == plain.draft(segments, 6) == runner.draft_likely(segments, 6, so_far, 1e-9)[0]
+        # Between the products of all lengths, so that rounding does not decide.
+        steps = [plain.draft_likely(segments, count, so_far, 1e-9)[1] for count in range(1, 7)]
+        assert steps[-1] == products
+        bounds = sorted(product for pair in steps for product in pair)
+        for limit in [(a * b) ** 0.5 for a, b in itertools.pairwise(bounds) if b / a > 1.01]:
+            right = [tokens[: sum(pair[i] >= limit for pair in steps)] for i, tokens in enumerate(whole)]
+            found, survival = runner.draft_likely(segments, 6, so_far, limit)
+            assert found == right and plain.draft_likely(segments, 6, so_far, limit)[0] == right
+            first_out = [min(len(tokens), 5) for tokens in right]  # the token that was left out, or the last one
+            assert survival == pytest.approx([steps[n][i] for i, n in enumerate(first_out)], rel=1e-4)
+            lengths |= {len(tokens) for tokens in right}
+    assert lengths >= {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -330,6 +363,8 @@ def test_drafting_ends_where_logits_are_broken(fast: bool, broken: float) -> Non
     model.lm_head.weight[5, 3] = broken
     with pytest.raises(NonFiniteLogitsError, match="the draft model gave NaN or infinite logits"):
         runner_of(model, fast=fast).draft([Segment(PROMPT, 0, TABLE)], 3)
+    with pytest.raises(NonFiniteLogitsError, match="the draft model gave NaN or infinite logits"):
+        runner_of(model, fast=fast).draft_likely([Segment(PROMPT, 0, TABLE)], 3, [1.0], 1e-9)
 
 
 def test_a_step_has_no_more_threads_than_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.long
 DRAFT = {"method": "draft_model", "model": "minicoder-draft"}
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": DRAFT,
+    "draft_model, likely": {**DRAFT, "min_survival": 0.1},
     "draft_model, blocks": {**DRAFT, "rejection_sample_method": "block"},
     "draft_tree": {**DRAFT, "method": "draft_tree"},
     "draft_tree, measured": {**DRAFT, "method": "draft_tree", "tree_shape": "measured"},

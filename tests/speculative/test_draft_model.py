@@ -163,6 +163,53 @@ def test_requests_with_different_numbers_get_the_first_of_the_same_drafts(eager:
         assert [drafter.num_computed_tokens(r) for r in requests] == [r.num_tokens - 1 for r in requests]
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_unlikely_drafts_are_left_out_and_nothing_is_computed_twice(eager: bool) -> None:
+    given = {"model": "minicoder-draft", "num_speculative_tokens": 6, "adaptive": False, "min_survival": 0.2}
+    llm = LLM("minicoder", max_num_seqs=1, enforce_eager=eager, speculative_config=given)
+    runner, computed = llm.engine.drafter.runner, []
+    draft = runner.draft_likely
+
+    def counted(segments: list[Segment], *others):
+        computed.append([len(segment.token_ids) for segment in segments])
+        return draft(segments, *others)
+
+    runner.draft_likely = counted
+    prompt, params = "class Stack:\n    def __init__(self):\n", SamplingParams(temperature=0, max_tokens=60)
+    with llm.trace() as trace:
+        [drafted] = llm.generate(prompt, params, use_tqdm=False)
+    [plain] = LLM("minicoder", enforce_eager=eager).generate(prompt, params, use_tqdm=False)
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    rounds = trace.of(TokensCommitted)[1:]
+    lengths = [e.num_drafts for e in rounds]
+    assert {0, 6} <= set(lengths) and any(0 < length < 6 for length in lengths)
+    # A chain that ended early was computed to its last draft, a whole one up to the last but one.
+    for before, [count] in zip(rounds, computed[1:], strict=False):
+        known = min(before.num_drafts, 5)
+        assert count == len(before.token_ids) - min(before.num_accepted, known)
+
+
+def test_requests_with_different_numbers_get_the_first_of_the_same_likely_drafts() -> None:
+    given = {"model": "minicoder-draft", "num_speculative_tokens": 5, "min_survival": 0.15}
+    llm = LLM("minicoder", block_size=64, num_kv_blocks=12, speculative_config=given)
+    engine, drafter = llm.llm_engine, llm.engine.drafter
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    for i, prompt in enumerate(["def add(", "import os", "class Stack:", "for line in", "while True:", "return"]):
+        engine.add_request(str(i), prompt, params)
+    seen = set()
+    for _ in range(6):
+        engine.step()
+        requests = list(llm.engine.requests.values())
+        whole = [draft.token_ids for draft in drafter.propose(requests, [5] * 6)]
+        seen |= set(map(len, whole))
+        for counts in ([4, 1, 2, 5, 3, 3], [1, 3, 3, 1, 5, 2]):
+            drafts = [draft.token_ids for draft in drafter.propose(requests, counts)]
+            assert drafts == [tokens[:count] for tokens, count in zip(whole, counts, strict=True)]
+        for_timing = drafter.propose_for_timing(requests, [3] * 6)
+        assert [len(draft.token_ids) for draft in for_timing] == [3] * 6 and drafter.min_survival == 0.15
+    assert len(seen) > 2
+
+
 def test_what_the_target_forgets_the_draft_model_computes_anew(tiny: TinyPair) -> None:
     """Else a prompt is not cold after `reset_prefix_cache`."""
     config = {"model": str(tiny.draft), "num_speculative_tokens": 2, "adaptive": False}

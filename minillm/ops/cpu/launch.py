@@ -39,8 +39,12 @@ class Launcher:
 
     def launch(self, kind: Hashable, threads: int, *arguments: Any) -> None:
         """Call it with these arguments after the first two, and remember how long it took."""
+        self.choice.record(kind, threads, self.call(threads, *arguments))
+
+    def call(self, threads: int, *arguments: Any) -> float:
+        """Call it with these arguments after the first two; returns the seconds that it took."""
         self.sync[:] = 0
-        self.choice.record(kind, threads, self.timed(threads, self.sync, threads, *arguments))
+        return self.timed(threads, self.sync, threads, *arguments)
 
     def timed(self, threads: int, *arguments: Any) -> float:
         """Call it; returns the seconds that it took, without the time that it waited for `STEP_LOCK`."""

@@ -21,7 +21,8 @@ from minillm.ops.cpu.matrix_fields import COLUMNS, NONE, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, TILED, multiply, unpack_row
 from minillm.ops.cpu.rounding import prepare_row
-from minillm.ops.cpu.simd import LANES, load, no_inline, store
+from minillm.ops.cpu.simd import LANES, ONE, load, no_inline, splat, store, total
+from minillm.ops.cpu.softmax import ZERO, exp_of_negative
 from minillm.ops.cpu.team import barrier, call_at, join_team, thread_range
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED, VOCABULARY = range(11)
@@ -33,8 +34,8 @@ QKV, OUT, GATE_UP, DOWN = range(4)
 """A layer's matrices, in this order; the unembedding follows those of the last layer."""
 EPS = 0
 """Index of ε in `Weights.vectors`."""
-NO_TOKEN = -1
-"""Stands for a draft where logits are NaN or infinite."""
+NO_TOKEN, ENDED = -1, -2
+"""Stand for a draft: where logits are NaN or infinite, and behind the end of a chain that ends early."""
 INFINITY = np.float32(np.inf)
 DEPTH = 0
 """Column of `Inputs.tree`: what is added to the position of a request's first new token. The other is the mask
@@ -280,12 +281,15 @@ def _typed_round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_a
 
 
 @entry_point()
-def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries):
+def run(sync, threads, drafted, survival, min_survival, dims, weights, keys, values, inputs, scratch, logits, queries):
     """One thread's part of a step. `logits` and `queries` are written, see `forward`.
 
     If `drafted` (`[requests, steps]`, int64) has columns, the step is repeated until they are filled, each time with
     the argmax of every request as its next token; `inputs.wanted` must then be the last row of each request. Where
     logits are NaN or infinite, `drafted` has `NO_TOKEN`.
+    `survival` (`[requests]`, float32) is multiplied by the probability of every such token. A chain ends before the
+    token with which it falls below `min_survival`: then `drafted` has `ENDED`, as it must have before the call. An
+    empty `survival`: no chain ends early.
     `inputs.token_ids`, `inputs.requests` and `inputs.wanted` are overwritten.
     """
     team = join_team(sync, threads)
@@ -299,9 +303,17 @@ def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, lo
         if steps == 0:
             break
         for r in range(team.thread_id, count, team.num_threads):
-            drafted[r, i] = argmax(logits, r * outputs, dims[VOCABULARY])
+            at, size = r * outputs, dims[VOCABULARY]
+            if len(survival) == 0:
+                drafted[r, i] = argmax(logits, at, size)
+            elif survival[r] >= min_survival:
+                token = argmax(logits, at, size)
+                if token != NO_TOKEN:
+                    survival[r] *= probability(logits, at, size, token)
+                if token == NO_TOKEN or survival[r] >= min_survival:
+                    drafted[r, i] = token
         barrier(team)
-        if i == steps - 1:
+        if i == steps - 1 or (len(survival) and all_below(survival, min_survival)):
             break
         if team.thread_id == 0:
             for r in range(count):
@@ -323,8 +335,38 @@ def argmax(logits, at, size):
     return NO_TOKEN if is_broken else best - at
 
 
+@njit(**OPTIONS)
+def probability(logits, at, size, token):
+    """The softmax of the largest of `size` finite logits, which is `token`'s."""
+    largest, lanes = splat(logits[at + token]), splat(ZERO)
+    whole = size // LANES * LANES
+    for i in range(at, at + whole, LANES):
+        lanes = lanes + exp_of_negative(load(logits, i) - largest)
+    others = total(lanes)
+    for i in range(at + whole, at + size):
+        others += np.exp(logits[i] - logits[at + token])
+    return ONE / others
+
+
+@njit(**OPTIONS)
+def all_below(numbers, limit):
+    """Whether every number is below `limit`."""
+    found = True
+    for number in numbers:
+        found &= number < limit
+    return found
+
+
 @entry_point(parallel=True)
-def run_together(address, sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries):
+def run_together(
+    address, sync, threads, drafted, survival, min_survival, dims, weights, keys, values, inputs, scratch, logits,
+    queries,
+):  # fmt: skip
     """`run`, whose machine code lies at `address`, on `threads` threads at once."""
     for _ in prange(threads):
-        call_at(address, (sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries))
+        call_at(
+            address, (
+                sync, threads, drafted, survival, min_survival, dims, weights, keys, values, inputs, scratch, logits,
+                queries,
+            ),
+        )  # fmt: skip
