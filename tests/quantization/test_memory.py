@@ -70,7 +70,8 @@ def test_no_two_layers_have_linears_in_full_precision_at_once(load: Load, monkey
     def watched(self: Linear, *args: object, **options: object) -> None:
         make(self, *args, **options)
         built.add(self)
-        gc.collect()
+        if len(built) > 4 + 1:  # unless some are in circles, and only wait for the garbage collector, which is slow
+            gc.collect()
         most[0] = max(most[0], len(built))
 
     monkeypatch.setattr(Linear, "__init__", watched)
