@@ -57,6 +57,13 @@ def use(llm: LLM, first: int, count: int) -> None:
                 llm.generate([prompt, prompt], SamplingParams(n=2, seed=number, max_tokens=3), use_tqdm=False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def new_objects_only() -> None:
+    """What other tests of this process have made, a million objects perhaps, is not counted over and over."""
+    gc.collect()
+    gc.freeze()
+
+
 KEPT_IN = (list, dict, set)
 BOUNDED_OTHERWISE = (Tokenizer, SuffixTrie)
 """What they hold grows with the vocabulary, and with the texts that are kept."""
