@@ -13,7 +13,7 @@ import pytest
 from instructors.trial.attempts import ATTEMPTS, GOOD, TARGET, Attempt
 from instructors.trial.bundle import NotBundled, bundle
 from instructors.trial.class_of_200 import ROOT, _bytes, _solved
-from instructors.trial.shapes import SAME_MEANING, unreadable, with_cell
+from instructors.trial.shapes import SAME_MEANING, text, unreadable, with_cell
 from minillm.errors import UnsupportedError
 from minillm.teaching.check_function import check_function
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
@@ -153,7 +153,9 @@ def test_a_mistake_is_told_in_the_words_of_the_notebook_s_own_check(grader: Grad
             source = bundle(wrong.function, exercise.function_name)
         except NotBundled:
             continue
-        got = grade_of(graded(grader, with_cell(_solved(lesson), exercise.function_name, source)), name)
+        notebook = with_cell(_solved(lesson), exercise.function_name, source)
+        notebook["cells"] = [cell for cell in notebook["cells"] if text(cell) == source]
+        got = grade_of(graded(grader, notebook), name)
         here = check_function(exercise, wrong.function)
         shown = here.counterexample
         assert got.status is Status.FAILED
