@@ -46,6 +46,12 @@ def photograph(page: Page, name: str) -> None:
         page.screenshot(path=Path(folder) / f"{name}.png")
 
 
+def settled(milliseconds: int) -> int:
+    """How long to wait for what is photographed: until it has settled. If nothing is, a hundredth second is enough for
+    scripts to run and to fail."""
+    return milliseconds if "MINILLM_SCREENSHOTS" in os.environ else 10
+
+
 def test_tour_moves_and_is_still_there_after_a_reload(browser: Browser, lab: Lab) -> None:
     page = browser.new_page(viewport={"width": 1400, "height": 900}, reduced_motion="no-preference")
     problems: list[str] = []
@@ -87,11 +93,11 @@ def photographs(page: Page, replay: Locator) -> None:
     chart = page.locator(".js-plotly-plot, [data-testid=chart]").first
     for theme in ("JupyterLab Light", "JupyterLab Dark"):
         page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
-        page.wait_for_timeout(1500)
+        page.wait_for_timeout(settled(1500))
         for width in (1400, 900):
             page.set_viewport_size({"width": width, "height": 900})
             for name, place in (("cards", replay), ("chart", chart)):
                 place.scroll_into_view_if_needed()
-                page.wait_for_timeout(300)
+                page.wait_for_timeout(settled(300))
                 photograph(page, f"{name}_{width}_{theme.split()[1].lower()}")
     page.set_viewport_size({"width": 1400, "height": 900})
