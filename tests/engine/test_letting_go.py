@@ -20,9 +20,9 @@ PROMPTS = ["def add(a, b):", "def add(a, c):"]
 TWICE = SamplingParams(n=2, temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_collector() -> Iterator[None]:
-    """Reference counting alone."""
+    """Reference counting alone. The collector runs once before: it looks at all that other tests have made."""
     gc.collect()
     gc.disable()
     yield
