@@ -139,13 +139,14 @@ def on_long_files(method: str, batch: int) -> float:
 def drafting(method: str, batch: int = 1) -> list[dict[str, Any]]:
     """A drafting method on every kind of text: float32, four drafts per round, `batch` requests together."""
     wanted = method, "fp32", batch
-    rows = load("speculation")["rows"]
+    rows = load("speculation" if batch == 1 else "speculation_batches")["rows"]
     return [row for row in rows if (row["system"], row["config"]["weights"], row["config"]["batch"]) == wanted]
 
 
-def drafting_methods() -> list[str]:
-    """All of them, without those that decide how many drafts pay."""
-    names = dict.fromkeys(row["system"] for row in load("speculation")["rows"] if row["baseline"])
+def drafting_methods(batch: int = 1) -> list[str]:
+    """Those measured with `batch` requests together, without those that decide how many drafts pay."""
+    rows = load("speculation" if batch == 1 else "speculation_batches")["rows"]
+    names = dict.fromkeys(row["system"] for row in rows if row["baseline"])
     return [name for name in names if not name.endswith((", adaptive", ", again"))]
 
 

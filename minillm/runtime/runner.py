@@ -174,18 +174,7 @@ class ModelRunner:
 
     def draft_step_by_step(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """As `draft`, with one forward for each token."""
-        tokens: list[list[int]] = [[] for _ in segments]
-        for _ in range(count):
-            logits = self.run(segments)
-            if not logits.isfinite().all():
-                raise NonFiniteLogitsError(BROKEN_DRAFTS)
-            for row, token in zip(tokens, logits.argmax(-1).tolist(), strict=True):
-                row.append(token)
-            segments = [
-                Segment(row[-1:], s.end, s.block_table, num_skipped=s.num_skipped)
-                for s, row in zip(segments, tokens, strict=True)
-            ]
-        return tokens
+        return self.draft_likely_step_by_step(segments, count, [1.0] * len(segments), 0.0)[0]
 
     def draft_likely(
         self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
@@ -210,8 +199,9 @@ class ModelRunner:
             logits = self.run([steps[i] for i in active])
             if not logits.isfinite().all():
                 raise NonFiniteLogitsError(BROKEN_DRAFTS)
-            largest, found = logits.float().softmax(-1).max(-1)
-            for i, probability, token in zip(active, largest.tolist(), found.tolist(), strict=True):
+            found = logits.argmax(-1, keepdim=True)
+            probabilities = logits.float().softmax(-1).gather(-1, found)
+            for i, token, probability in zip(active, found[:, 0].tolist(), probabilities[:, 0].tolist(), strict=True):
                 products[i] *= probability
                 if products[i] >= min_survival:
                     tokens[i].append(token)

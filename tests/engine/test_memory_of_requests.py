@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -58,10 +59,12 @@ def use(llm: LLM, first: int, count: int) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def new_objects_only() -> None:
+def new_objects_only() -> Iterator[None]:
     """What other tests of this process have made, a million objects perhaps, is not counted over and over."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 KEPT_IN = (list, dict, set)
