@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 UV_ARGS ?= --torch-backend cpu
 EDGE_TESTS ?= tests/test_*.py tests/engine tests/cache tests/models tests/speculative tests/viz
 

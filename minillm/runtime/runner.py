@@ -199,9 +199,11 @@ class ModelRunner:
             logits = self.run([steps[i] for i in active])
             if not logits.isfinite().all():
                 raise NonFiniteLogitsError(BROKEN_DRAFTS)
-            found = logits.argmax(-1, keepdim=True)
-            probabilities = logits.float().softmax(-1).gather(-1, found)
-            for i, token, probability in zip(active, found[:, 0].tolist(), probabilities[:, 0].tolist(), strict=True):
+            found = logits.argmax(-1)
+            likely = [1.0] * len(active)
+            if min_survival:
+                likely = logits.float().softmax(-1).gather(-1, found.unsqueeze(-1)).flatten().tolist()
+            for i, token, probability in zip(active, found.tolist(), likely, strict=True):
                 products[i] *= probability
                 if products[i] >= min_survival:
                     tokens[i].append(token)

@@ -53,6 +53,7 @@ STATE = (1 + LANES) * LANES
 """Floats of the state of sixteen rows, which are the lanes: the largest score so far, then the sum of the weights of
 every sixteenth key, from each of the first sixteen on."""
 SMALLEST = np.float32(np.finfo(np.float32).min)
+"""The smallest finite number."""
 
 
 def _times(builder: ir.IRBuilder, vector: Any, pointer: Any, offset: int, added: Any) -> Any:
