@@ -64,7 +64,7 @@ dist: $(STAMP)
 	$(BIN)/python release/check_dist.py dist $(DIST_ARGS)
 
 # Lessons, solutions and tests wait in one queue (see conftest.py). JOBS of them run at a time, a notebook in one kernel,
-# each on one thread. Many of them wait, for a browser or a limit of time, so two cores are busy only with three.
+# each on one thread. Many wait, for a browser or a limit of time: on two cores three are quicker than two.
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: export OMP_NUM_THREADS := 1
 test: lint

@@ -51,7 +51,9 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
         "are means over the kinds of text, with the lowest and the highest in brackets. What counts is the time of "
         "the steps in which all requests decode; one that ends makes room for the next. `adaptive`, the "
-        f"default, drafts as many tokens as it predicts to pay, and rests where that loses.{_left_out(rows)}"
+        "default, drafts as many tokens as it predicts to pay, and rests where that loses. `likely draft_model` ends a "
+        "chain where the product of the draft model's probabilities falls below 0.1, and `suffix or draft_model` asks "
+        f"such a draft model where suffix decoding finds fewer than three tokens.{_left_out(rows)}"
     )
 
 
@@ -60,10 +62,9 @@ def _of_batches(alone: Result, together: Result) -> str:
     if together["revision"] == alone["revision"]:
         return ""
     return (
-        "The lines of several requests were measured before those of one. Beside float32 weights their draft model is "
-        "not quantised, and `suffix or draft_model` asks it only where suffix decoding finds nothing; for one request "
-        "it is in W8A8, and asked where suffix decoding finds fewer than three tokens. `likely draft_model` ends a "
-        "chain where the product of the draft's probabilities is below 0.1, as the fallback does."
+        "The lines of several requests were measured at an earlier revision. Beside float32 weights their draft model "
+        "is not quantised (for one request it is in W8A8), and `suffix or draft_model` asks it only where suffix "
+        "decoding finds nothing; its chains do not end early."
     )
 
 

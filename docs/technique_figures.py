@@ -138,16 +138,19 @@ def on_long_files(method: str, batch: int) -> float:
 
 def drafting(method: str, batch: int = 1) -> list[dict[str, Any]]:
     """A drafting method on every kind of text: float32, four drafts per round, `batch` requests together."""
-    wanted = method, "fp32", batch
-    rows = load("speculation" if batch == 1 else "speculation_batches")["rows"]
-    return [row for row in rows if (row["system"], row["config"]["weights"], row["config"]["batch"]) == wanted]
+    return [row for row in _drafted(batch) if (row["system"], row["config"]["weights"]) == (method, "fp32")]
 
 
 def drafting_methods(batch: int = 1) -> list[str]:
     """Those measured with `batch` requests together, without those that decide how many drafts pay."""
-    rows = load("speculation" if batch == 1 else "speculation_batches")["rows"]
-    names = dict.fromkeys(row["system"] for row in rows if row["baseline"])
+    names = dict.fromkeys(row["system"] for row in _drafted(batch) if row["baseline"])
     return [name for name in names if not name.endswith((", adaptive", ", again"))]
+
+
+def _drafted(batch: int) -> list[dict[str, Any]]:
+    """The lines of `minillm bench speculation` that were measured with so many requests together."""
+    rows = load("speculation" if batch == 1 else "speculation_batches")["rows"]
+    return [row for row in rows if row["config"]["batch"] == batch]
 
 
 def kl(technique: str, budget: float | None) -> float:

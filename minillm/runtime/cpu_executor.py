@@ -37,7 +37,7 @@ FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
 }
 """Format of `StoredRows` → a function that turns its tensors into arrays. They share the memory of the cache."""
 NO_DRAFTS = np.empty((0, 0), np.int64)
-NO_TOKENS = np.empty(0, np.int64)
+NO_ROWS = np.empty(0, np.int64)
 NO_QUERIES = NO_SURVIVAL = np.empty(0, np.float32)
 
 
@@ -98,7 +98,7 @@ class CpuExecutor:
         self.launcher = Launcher(step.run, step.run_together)
         self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
         self.room = 0, 0
-        """The most tokens and threads that the scratch memory has room for."""
+        """The most tokens and threads that the scratch memory has room for: quicker to compare than its size."""
         self.thread_size = int(step.thread_scratch_size(self.dims))
         """Floats of scratch memory for each thread."""
 
@@ -110,7 +110,7 @@ class CpuExecutor:
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
-        return self._logits(self._run(segments, NO_DRAFTS, NO_TOKENS, NO_QUERIES))
+        return self._logits(self._run(segments, NO_DRAFTS, NO_ROWS, NO_QUERIES))
 
     def run_observed(self, segments: Sequence[Segment], rows: Sequence[int]) -> ObservedStep:
         """See `ModelRunner.run_observed`."""
@@ -139,7 +139,7 @@ class CpuExecutor:
         """See `ModelRunner.draft`. All `count` steps are one compiled call. Raises `NonFiniteLogitsError` if the logits
         of a draft token were NaN or infinite."""
         drafted = np.empty((len(segments), count), np.int64)
-        self._run(segments, drafted, NO_TOKENS, NO_QUERIES)
+        self._run(segments, drafted, NO_ROWS, NO_QUERIES)
         tokens: list[list[int]] = drafted.tolist()
         if any(step.NO_TOKEN in row for row in tokens):
             raise NonFiniteLogitsError(BROKEN_DRAFTS)
@@ -151,7 +151,7 @@ class CpuExecutor:
         """See `ModelRunner.draft_likely`. All steps are one compiled call, as in `draft`."""
         drafted = np.full((len(segments), count), step.ENDED, np.int64)
         products = np.array(survival, np.float32)
-        self._run(segments, drafted, NO_TOKENS, NO_QUERIES, products, min_survival)
+        self._run(segments, drafted, NO_ROWS, NO_QUERIES, products, min_survival)
         tokens: list[list[int]] = drafted.tolist()
         if any(step.NO_TOKEN in row for row in tokens):
             raise NonFiniteLogitsError(BROKEN_DRAFTS)

@@ -9,9 +9,9 @@ hold the draft's keys and values. So the drafter records the hash of the content
 and skips those blocks when it catches up with the target.
 
 `min_survival` ends a chain where the draft model is unsure: the product of its probabilities estimates how likely all
-drafts so far are accepted. It is too low, but tells well which drafts are worth a row of the target's forward. That is
-known before a draft is chosen, so the output keeps the target's distribution. It holds for chains of argmaxes only: how
-likely a sampled draft is accepted does not follow from its probability.
+drafts so far are accepted. Whether a chain ends depends only on the text before the draft that is left out, so the
+output keeps the target's distribution. Only chains of argmaxes end early: how likely a sampled draft is accepted does
+not follow from its probability.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DraftModelOptions(ModelOptions):
 
     min_survival: float = 0.0
     """minillm's own. A chain of argmaxes ends before the draft with which the product of their probabilities, by the
-    draft model, falls below this. 0: it never ends early."""
+    draft model, falls below this. 0: it never ends early. On a GPU the host then waits for each draft."""
 
     def __post_init__(self) -> None:
         self.check("draft_model")
@@ -149,7 +149,11 @@ class DraftModelDrafter(ChainDrafter):
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         for request in requests:
             self.num_computed_tokens(request)  # updates the progress
-        if self.is_greedy(requests) and self._num_behind(requests) <= self.max_num_batched_tokens:
+        if self.is_greedy(requests):
+            if self._num_behind(requests) > self.max_num_batched_tokens:
+                self._catch_up(requests)
+                for request in requests:
+                    self.num_computed_tokens(request)  # all but the last one, whose logits are needed again
             return self._propose_together(requests, num_drafts)
         drafts = self.draw_chains(
             requests,

@@ -46,6 +46,16 @@ def test_prompts_longer_than_the_budget_reach_the_draft_in_chunks(tiny: TinyPair
     assert rounds and all(e.num_accepted == e.num_drafts for e in rounds)
 
 
+def test_the_round_that_reads_a_long_prompt_leaves_out_unlikely_drafts_too(tiny: TinyPair) -> None:
+    """No draft has probability 1."""
+    given = config(tiny.draft, gamma=2, min_survival=1.0, adaptive=False)
+    llm = LLM(str(tiny.target), max_num_seqs=3, max_num_batched_tokens=9, speculative_config=given)
+    with llm.trace() as trace:
+        assert tokens(llm) == tokens(LLM(str(tiny.target)))
+    assert not any(event.token_ids for event in trace.of(DraftProposed))
+    assert not any(event.num_drafts for event in trace.of(TokensCommitted))
+
+
 def test_a_block_that_a_guess_was_written_to_has_lost_its_name(tiny: TinyPair) -> None:
     """Or the draft would later skip that block as one it had filled with something else."""
     llm = LLM(str(tiny.target), block_size=2, num_kv_blocks=80, speculative_config=config(tiny.draft, 5))

@@ -72,8 +72,10 @@ def test_wrong_version_fails_and_the_message_names_the_mistake(exercise: Exercis
     key = key_of(exercise.name)
     if isinstance(wrong.function, LazyKernel):  # interpreting takes long: its answers are those of the planted mistake
         number, places = exercise.wrong.index(wrong), {id(case): place for place, case in enumerate(key.cases)}
-        answer = lambda exercise, function, case: key.planted(number, places[id(case)])  # noqa: E731
-        monkeypatch.setattr("minillm.teaching.check_function.call", answer)
+        monkeypatch.setattr(
+            "minillm.teaching.check_function.call",
+            lambda exercise, function, case: key.planted(number, places[id(case)]),
+        )
     result = check_function(exercise, wrong.function, key=key)
     assert result.status is Status.FAILED
     assert (wrong.expected_message or wrong.description) in str(result), str(result)
