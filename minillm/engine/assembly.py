@@ -155,13 +155,12 @@ def _draft_policy(
     if speculative is None:
         return None
     policy = _policy_of(speculative, target, drafter, num_blocks, max_model_len)
-    first = policy.first if isinstance(policy, FallbackDrafts) else policy
-    return LossLimit(policy, first.plain_times) if isinstance(first, AdaptiveDrafts) else policy
+    return policy if isinstance(policy, FixedDrafts) else LossLimit(policy, policy.plain_times)
 
 
 def _policy_of(
     speculative: SpeculativeConfig, target: ModelRunner, drafter: Drafter, num_blocks: int, max_model_len: int
-) -> DraftPolicy:
+) -> FixedDrafts | AdaptiveDrafts | FallbackDrafts:
     """The policy of a method and, if it has one, of its fallback."""
     if not speculative.adaptive:
         return FixedDrafts(speculative.max_drafts)

@@ -35,7 +35,7 @@ the pause before the next, up to 512; a decision to draft resets it. Texts chang
 tried again. Every other try drafts the full length, because one draft says nothing about later positions. If no draft
 was judged yet, the first try is at once."""
 TRIES_SHARE = 0.01
-"""What a try may cost, as a share of the time until the next. Where it costs more, pauses are longer."""
+"""What a try may lose, as predicted, as a share of the time until the next. Where it loses more, pauses are longer."""
 WITHOUT_DRAFTS = 0.997
 """What a step in which others have drafts leaves of what is known of a request that has none. So it is believed to be
 like the others after some hundred steps, and gets drafts again: its text, too, may have changed."""
@@ -243,8 +243,12 @@ class AdaptiveDrafts:
     _own: WeakKeyDictionary[Request, Acceptance] = field(init=False, default_factory=WeakKeyDictionary)
     _work: tuple[int, list[Request]] = field(init=False, default=(0, []))
     """What the latest decision was for: rows and requests. It holds for `_steps_left` more steps of the same work."""
-    _counts: list[int] = field(init=False, default_factory=list)
-    """What was decided, without regard to requests with a seed of their own."""
+    _held: DraftPlan = field(init=False, default_factory=lambda: DraftPlan([]))
+    """What was decided, for the steps after the first."""
+    _drafts: bool = field(init=False, default=False)
+    """Whether it gives drafts to any request, without regard to those with a seed of their own."""
+    _has_own_seeds: bool = field(init=False, default=False)
+    """Whether any of its requests has one."""
     _steps_left: int = field(init=False, default=0)
     _steps_since_decision: int = field(init=False, default=0)
     """Steps that the latest decision has held for, without those for which `plan` was not called."""
@@ -267,25 +271,34 @@ class AdaptiveDrafts:
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
         self._has_first_drafts = False
-        has_own_seeds = any(request.samples_with_own_seed for request in requests)
         if self._steps_left and self._work == (num_rows, requests):
-            found = DraftPlan(self._counts)
+            found = self._held
         else:
-            found = self._decide(requests, num_rows)
-            self._steps_since_decision = 0
-            self._work, self._counts = (num_rows, list(requests)), found.num_drafts  # not their ids, used again later
-            until_try = min(max(1, self._pause - self._idle_steps), IDLE_PLAN_STEPS)
-            tries = self._tried is not None
-            self._steps_left = (TRY_STEPS if tries else PLAN_STEPS) if any(self._counts) else until_try
+            found = self._new_plan(requests, num_rows)
         self._steps_left -= 1
         self._steps_since_decision += 1
-        if any(self._counts):
+        if self._drafts:
             self._idle_steps = 0
-        else:
-            self._idle_steps += 1
-            if not has_own_seeds:
-                return replace(found, num_steps=max(1, self._steps_left + 1 - BEFORE_DECISION))
-        return self._with_own_seeds(requests, found) if has_own_seeds else found
+            return found
+        self._idle_steps += 1
+        if self._has_own_seeds or self._steps_left < BEFORE_DECISION:
+            return found
+        return replace(found, num_steps=self._steps_left + 1 - BEFORE_DECISION)
+
+    def _new_plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
+        """Decide, and for how many steps."""
+        found = self._decide(requests, num_rows)
+        self._drafts = any(found.num_drafts)
+        self._steps_since_decision = 0
+        self._work = num_rows, list(requests)  # not their ids, used again later
+        until_try = min(max(1, self._pause - self._idle_steps), IDLE_PLAN_STEPS)
+        tries = self._tried is not None
+        self._steps_left = (TRY_STEPS if tries else PLAN_STEPS) if self._drafts else until_try
+        self._has_own_seeds = any(request.samples_with_own_seed for request in requests)
+        if self._has_own_seeds:
+            found = self._with_own_seeds(requests, found)
+        self._held = DraftPlan(found.num_drafts)
+        return found
 
     def plan_held(self, num_steps: int) -> None:
         """See `DraftPolicy.plan_held`."""
@@ -327,8 +340,9 @@ class AdaptiveDrafts:
         self._num_tries += not goes_on
         self._forget_half(request)
         count = self.max_drafts if self.drafts_trees or self._num_tries % 2 else 1
-        extra = TRY_STEPS * (self._step_ratio(1, count, requests, num_rows) - 1)
-        self._pause = max(min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE), round(extra / TRIES_SHARE))
+        gained = 1 + sum(self.survival(request)[:count]) / len(requests)
+        lost = TRY_STEPS * (self._step_ratio(1, count, requests, num_rows) - gained)
+        self._pause = max(min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE), round(lost / TRIES_SHARE))
         self._tried = []
         return count
 
@@ -379,7 +393,7 @@ class AdaptiveDrafts:
         if not drafts:
             self.plain_times.add(num_requests, num_context, seconds)
             return
-        self.plain_times.drafted()
+        self.plain_times.other_work()
         ratio = self.plain_times.ratio(num_requests, num_context, seconds)
         if ratio is not None and not self._has_first_drafts:
             self._overhead.add(ratio - 1, self._expected(drafts, num_requests, num_context))
@@ -400,7 +414,7 @@ class AdaptiveDrafts:
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
-        return any(self._counts) or not self._steps_left or any(r.samples_with_own_seed for r in requests)
+        return self._drafts or not self._steps_left or any(r.samples_with_own_seed for r in requests)
 
     def survival(self, request: Request) -> list[float]:
         """The estimated probability, by position, that there is a draft of `request` and it and all before it are

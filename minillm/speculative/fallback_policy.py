@@ -9,25 +9,45 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from minillm.request import Request
-from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
+from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan
 from minillm.speculative.fallback import FallbackDrafter
+from minillm.speculative.step_times import PlainTimes
 
 
 class FallbackDrafts:
     """A `DraftPolicy` for each of the two methods; a verdict is told to that of the method which proposed."""
 
-    def __init__(self, drafter: FallbackDrafter, first: DraftPolicy, second: DraftPolicy) -> None:
+    def __init__(
+        self, drafter: FallbackDrafter, first: AdaptiveDrafts | FallbackDrafts, second: AdaptiveDrafts | FallbackDrafts
+    ) -> None:
         self.drafter, self.first, self.second = drafter, first, second
+        second.plain_times = first.plain_times
+        self._plans: tuple[DraftPlan | None, DraftPlan | None] = (None, None)
+        """The latest of both methods, and what they make together."""
+        self._plan = DraftPlan([])
+
+    @property
+    def plain_times(self) -> PlainTimes:
+        """What steps without drafts take. Both methods are compared with the same."""
+        return self.first.plain_times
+
+    @plain_times.setter
+    def plain_times(self, times: PlainTimes) -> None:
+        self.first.plain_times = self.second.plain_times = times
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. The plan has room for the longer of the two drafts of a request, and the predictions
         of the method that is predicted to gain more."""
-        plans = [policy.plan(requests, num_rows) for policy in (self.first, self.second)]
+        plans = self.first.plan(requests, num_rows), self.second.plan(requests, num_rows)
+        if plans[0] is self._plans[0] and plans[1] is self._plans[1]:
+            return self._plan  # both still hold
+        self._plans = plans
         limits = list(zip(*(plan.num_drafts for plan in plans), strict=True))
         self.drafter.limits.update(zip(requests, limits, strict=True))
         better = max(plans, key=lambda plan: max(plan.speedups, default=0.0))
         num_steps = min(plan.num_steps for plan in plans)
-        return DraftPlan(list(map(max, limits)), better.survival, better.speedups, num_steps)
+        self._plan = DraftPlan(list(map(max, limits)), better.survival, better.speedups, num_steps)
+        return self._plan
 
     def plan_held(self, num_steps: int) -> None:
         """See `DraftPolicy.plan_held`."""
@@ -42,13 +62,16 @@ class FallbackDrafts:
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`. Each policy is told of steps with its own drafts, without what the other's
-        should have added, and of steps without any."""
+        should have added; of steps without any the first, for both."""
+        if not drafts:
+            self.first.step_finished(drafts, num_rows, num_context, seconds)
+            return
         of_first, of_second = self._by_proposer(drafts)
         for policy, own, other, others in (
             (self.first, of_first, self.second, of_second),
             (self.second, of_second, self.first, of_first),
         ):
-            if own or not others:
+            if own:
                 beside = other.added_seconds(others, num_rows, num_context) if others else 0.0
                 policy.step_finished(own, num_rows - sum(others.values()), num_context, seconds - beside)
 

@@ -9,15 +9,16 @@ from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
 from minillm.speculative.step_times import Mean, PlainTimes, within
 
-PLAIN_STEPS = 6
+PLAIN_STEPS = 8
 """So many steps at a time go without drafts, to be compared."""
 FIRST_PLAIN, PLAIN_EVERY = 8, 256
 """Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 256."""
 LOSS_SHARE = 0.01
 """What drafting may lose in the long run, as a share of the time of the steps without drafts."""
-MOST_LOST, MOST_SAVED, SAVED_BY_OTHERS = 4, 32, 8
-"""Steps without drafts that drafting may cost before it rests; those that it may have saved at most before the text
-changes: they, too, may then be lost; and those of them that a new request may lose, whose text is another."""
+MOST_LOST, MOST_SAVED, SAVED_BY_OTHERS = 8, 32, 8
+"""Steps without drafts that drafting may cost before it rests: the first drafts of a request take as long as some five,
+while a draft model or an index reads the prompt. Those that it may have saved at most before the text changes: they,
+too, may then be lost; and those of them that a new request may lose, whose text is another."""
 
 
 @dataclass
@@ -43,6 +44,8 @@ class LossLimit:
     """What compared steps with drafts took, over what the policy predicted."""
     _requests: Sequence[Request] = field(init=False, default=())
     """Those of the latest plan."""
+    _seeded: Sequence[bool] = field(init=False, default=())
+    """Which of them sample with a seed of their own."""
     _saved: float = field(init=False, default=0.0)
     """Seconds."""
     _plain: float = field(init=False, default=0.0)
@@ -62,20 +65,23 @@ class LossLimit:
         """See `DraftPolicy.plan`. A request that samples with a seed of its own always gets all its drafts."""
         self._accepted = 0
         self._plain = self.plain_times.seconds(len(requests), sum(r.num_tokens for r in requests)) or 0.0
-        if not set(requests) <= set(self._requests):
-            self._saved = min(self._saved, SAVED_BY_OTHERS * self._plain)
-        self._requests = list(requests)
+        if self._requests != requests:
+            if not set(requests) <= set(self._requests):
+                self.plain_times.other_work()
+                self._saved = min(self._saved, SAVED_BY_OTHERS * self._plain)
+            self._requests = list(requests)
+            self._seeded = [request.samples_with_own_seed for request in requests]
         if self._rests or self._saved < -MOST_LOST * self._plain:
             self._rests = self._saved < 0
         if not self._rests and self._drafted_steps >= self._plain_after:
             self._drafted_steps, self._compared_left = 0, PLAIN_STEPS
             self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
-        seeded = [request.samples_with_own_seed for request in requests]
-        if not self._rests and (any(seeded) or not self._compared_left):
+        any_seeded = any(self._seeded)
+        if not self._rests and (any_seeded or not self._compared_left):
             return self.policy.plan(requests, num_rows)
-        if any(seeded):
+        if any_seeded:
             plan = self.policy.plan(requests, num_rows)
-            return replace(plan, num_drafts=[n * own for n, own in zip(plan.num_drafts, seeded, strict=True)])
+            return replace(plan, num_drafts=[n * own for n, own in zip(plan.num_drafts, self._seeded, strict=True)])
         # The last steps of a rest are told one by one: the drafts behind them are compared with them.
         left = 0 if self._compared_left else round(-self._saved / self._plain / LOSS_SHARE)
         return DraftPlan([0] * len(requests), num_steps=max(1, left - PLAIN_STEPS))
@@ -102,8 +108,7 @@ class LossLimit:
             self._compared_left = max(0, self._compared_left - 1)
             return
         self._drafted_steps += 1
-        self.plain_times.drafted()
-        if not self._plain or any(request.samples_with_own_seed for request in self._requests):
+        if not self._plain or any(self._seeded):
             return
         predicted = 1 + self.policy.added_seconds(drafts, num_rows, num_context) / self._plain
         exceeded, ratio = self._exceeded.value, self.plain_times.ratio(num_requests, num_context, seconds)

@@ -6,7 +6,6 @@ work as one with as many rows.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from minillm.speculative.step_costs import StepCosts
 LARGEST_CHANGE = 2.0
 """A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
 PLAIN_STEPS_KEPT = 16
-"""Steps without drafts are judged by the median of so many of the latest. Few, because the speed of a machine changes;
-the median, because some were interrupted or tried fewer threads."""
+"""Steps without drafts are judged by the lower quartile of so many of the latest. Few, because the speed of a machine
+changes; the lower quartile, because what disturbs a step makes it slower: an interrupt, or a trial of fewer threads."""
 FRESH_STEPS = 100
 """What steps without drafts take is known for as long as so many of them take. Later the machine may have another
 speed: steps with drafts are not compared with them, and of the earlier ones few are kept."""
@@ -25,9 +24,10 @@ STALE_STEPS_KEPT = 2
 """Of those measured longer ago, so many are kept when one is measured again: it may have been interrupted."""
 DRAFTED_WEIGHT = 0.02
 """What the latest step with drafts weighs at least in means over them."""
-SETTLING_STEPS = 2
-"""The first steps without drafts behind others, which are not counted: they find other code and data in the processor's
-caches."""
+SETTLING_STEPS, MOST_SKIPPED = 4, 64
+"""The first steps without drafts behind drafts or a prompt, which are not counted: they find other code and data in the
+processor's caches, and take up to three times as long. And how many are left out one after the other at most: where
+prompts come every few steps, all steps are such."""
 PRIOR_STEPS = 8
 """How many steps with drafts the measured costs weigh as much as."""
 NOISE = 0.15
@@ -62,6 +62,8 @@ class Factors:
     """Of the latest steps without drafts of so many requests: seconds over those that the costs say."""
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=PLAIN_STEPS_KEPT))
+    usual: float = 0.0
+    """The lower quartile of `latest`. It is asked for more often than it changes."""
     fresh_until: float = 0.0
     """As `time.perf_counter` counts."""
 
@@ -75,6 +77,7 @@ class Factors:
         while len(self.latest) > STALE_STEPS_KEPT and not self.are_fresh:
             self.latest.popleft()
         self.latest.append(factor)
+        self.usual = sorted(self.latest)[len(self.latest) // 4]
         self.fresh_until = time.perf_counter() + FRESH_STEPS * seconds
 
 
@@ -87,24 +90,28 @@ class PlainTimes:
     """By number of requests."""
     _settling: int = field(init=False, default=SETTLING_STEPS)
     """Steps without drafts that are not counted any more before those that are."""
+    _skipped: int = field(init=False, default=0)
+    """Steps left out since one was counted."""
 
     def add(self, num_requests: int, num_context: int, seconds: float) -> None:
         """Count a step without drafts."""
-        if self._settling:
+        if self._settling and self._skipped < MOST_SKIPPED:
             self._settling -= 1
+            self._skipped += 1
             return
+        self._skipped = 0
         factors = self._factors.setdefault(num_requests, Factors())
         factors.add(seconds / self.costs.target(num_requests, num_context), seconds)
 
-    def drafted(self) -> None:
-        """Called after each step with drafts."""
+    def other_work(self) -> None:
+        """Called after each step with drafts, and once prompts were computed."""
         self._settling = SETTLING_STEPS
 
     def seconds(self, num_requests: int, num_context: int) -> float | None:
         """What a step without drafts should take; None before any was counted."""
         if not self._factors:
             return None
-        return statistics.median(self._nearest(num_requests).latest) * self.costs.target(num_requests, num_context)
+        return self._nearest(num_requests).usual * self.costs.target(num_requests, num_context)
 
     def ratio(self, num_requests: int, num_context: int, seconds: float) -> float | None:
         """A step of so many `seconds` that has just ended, over one without drafts; None if none was counted lately."""
@@ -112,7 +119,8 @@ class PlainTimes:
         return seconds / plain if plain and self._nearest(num_requests).are_fresh else None
 
     def _nearest(self, num_requests: int) -> Factors:
-        return self._factors[min(self._factors, key=lambda known: abs(known - num_requests))]
+        found = self._factors.get(num_requests)
+        return found or self._factors[min(self._factors, key=lambda known: abs(known - num_requests))]
 
 
 @dataclass

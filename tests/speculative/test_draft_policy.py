@@ -207,6 +207,20 @@ def test_tries_cost_no_more_than_their_share(batch: int) -> None:
     assert extra <= 1.1 * TRIES_SHARE * steps * costs.target(batch, 0) + one  # its pause goes on after the last step
 
 
+def test_drafts_that_nearly_pay_are_tried_sooner_than_those_that_lose_as_much_time_for_nothing() -> None:
+    """Four drafts double a step twice over; what they gain when they are accepted is no loss."""
+    tries = {}
+    for accepted in (0, 3):
+        policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1.0 + 63 * 0.1}, 0.0, 1.0, 0.8)), a_request()
+        counts = []
+        for _ in range(4000):
+            counts += policy.plan([request], 1).num_drafts
+            if counts[-1]:
+                policy.judged(request, counts[-1], counts[-1], min(accepted, counts[-1]))
+        tries[accepted] = sum(count > 0 for count, _ in groupby(counts))
+    assert tries[3] > 1.5 * tries[0] > 2
+
+
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_drafts_that_pay_only_if_nearly_all_are_accepted_are_found(rate: float) -> None:
     """As of a target that drafts for itself: nothing is gained with one draft, nor at the rate assumed first."""

@@ -26,7 +26,7 @@ from minillm.speculative.loss_limit import (
     LossLimit,
 )
 from minillm.speculative.step_costs import StepCosts
-from minillm.speculative.step_times import PlainTimes
+from minillm.speculative.step_times import SETTLING_STEPS, PlainTimes
 from tests.speculative.test_fallback_policy import Some
 
 
@@ -98,7 +98,7 @@ def test_a_rest_ends_once_the_loss_is_paid_back() -> None:
         run.steps(1, lambda: 0, 2.0, num_requests=16)
     run.steps(10, lambda: 0, 1.0, num_requests=1)
     run.drafts.clear()
-    run.steps(1500, lambda: 4, 1.5, num_requests=16)
+    run.steps(2000, lambda: 4, 1.5, num_requests=16)
     assert policy._rests is False and sum(map(bool, run.drafts)) > 800
 
 
@@ -247,7 +247,7 @@ def test_drafts_that_cost_less_later_are_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(step_times.time, "perf_counter", lambda: machine.now)
     run = Run(limited(), machine.noise)
     run.steps(4000, lambda: 2, 4.5)
-    run.steps(1000, lambda: 2, 2.0)
+    run.steps(2000, lambda: 2, 2.0)
     assert sum(map(bool, run.drafts[-400:])) > 350
 
 
@@ -283,7 +283,7 @@ def test_a_gain_that_comes_later_is_found() -> None:
     run = Run(limited())
     run.steps(1000, lambda: 0, 1.5)
     assert sum(map(bool, run.drafts)) < 150
-    run.steps(1000, lambda: 3, 1.5)
+    run.steps(2000, lambda: 3, 1.5)
     assert sum(map(bool, run.drafts[-500:])) > 480
 
 
@@ -335,3 +335,16 @@ def test_while_drafting_rests_the_drafter_is_shown_nothing() -> None:
         run.steps(1, lambda: 0, 3.0)
     assert not policy.may_draft_next([request])
     assert policy.may_draft_next([a_request("seeded", temperature=1.0, seed=3)])
+
+
+def test_the_first_steps_of_a_request_are_not_what_steps_without_drafts_take() -> None:
+    """They find the processor's caches as the prompt has left them. While drafting rests, only the first is told."""
+    policy, request = limited(), a_request()
+    for _ in range(SETTLING_STEPS + 4):
+        policy.plan([request], 1)
+        policy.step_finished({}, 1, 3, 1.0)
+    for number in range(20):
+        policy.plan([a_request(str(number))], 1)
+        policy.step_finished({}, 1, 3, 2.6)
+    policy.plan([request], 1)
+    assert policy._plain == 1.0

@@ -8,6 +8,7 @@ from minillm.speculative import step_times
 from minillm.speculative.step_costs import StepCosts
 from minillm.speculative.step_times import (
     FRESH_STEPS,
+    MOST_SKIPPED,
     SETTLING_STEPS,
     STALE_STEPS_KEPT,
     DraftingOverhead,
@@ -45,10 +46,21 @@ def test_the_first_steps_behind_drafts_are_not_counted() -> None:
     times = PlainTimes(COSTS)
     told(times, 1, 0, 1.0)
     for _ in range(20):
-        times.drafted()
+        times.other_work()
         told(times, 1, 0, 1.9, SETTLING_STEPS)
         told(times, 1, 0, 1.0, 4)
     assert times.seconds(1, 0) == pytest.approx(1.0)
+
+
+def test_steps_are_counted_even_if_all_are_soon_behind_a_prompt() -> None:
+    times = PlainTimes(COSTS)
+    for _ in range(MOST_SKIPPED + 1):
+        times.other_work()
+        told(times, 1, 0, 1.9, 1)
+    assert times.seconds(1, 0) == pytest.approx(1.9)
+    times.other_work()
+    told(times, 1, 0, 9.0, SETTLING_STEPS)
+    assert times.seconds(1, 0) == pytest.approx(1.9)
 
 
 def test_one_step_without_drafts_that_was_interrupted_changes_little() -> None:
@@ -62,6 +74,14 @@ def test_a_slow_one_among_the_first_steps_without_drafts_changes_nothing() -> No
     times = PlainTimes(COSTS)
     for seconds in (*[9.0] * SETTLING_STEPS, 1.0, 2.0, 1.0, 1.0):
         told(times, 1, 0, seconds, 1)
+    assert times.seconds(1, 0) == 1.0
+
+
+def test_a_whole_run_of_slow_ones_changes_nothing_while_others_are_known() -> None:
+    """A trial of fewer threads takes several steps in a row."""
+    times = PlainTimes(COSTS)
+    told(times, 1, 0, 1.0)
+    told(times, 1, 0, 1.5, 11)
     assert times.seconds(1, 0) == 1.0
 
 
