@@ -21,7 +21,7 @@ from minillm.request import Request
 from minillm.speculative.step_costs import StepCosts
 from minillm.speculative.step_times import DraftingOverhead, PlainTimes
 
-MIN_GAIN = 1.07
+MIN_GAIN = 1.05
 """Speed-up, as predicted, below which nothing is drafted: a smaller gain is within the error of a prediction."""
 TRY_STEPS, PLAN_STEPS, IDLE_PLAN_STEPS = 6, 16, 64
 """Steps that a decision holds for while the same requests decode: to try drafts, to draft, and at most to draft
@@ -29,13 +29,13 @@ nothing. Acceptance changes slowly, and deciding takes time."""
 BEFORE_DECISION = 8
 """For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it: so
 it knows what steps take just before a try."""
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512
-"""Steps without any drafts before one request tries again: 32 at first. Each try in which something was drafted doubles
-the pause before the next, up to 512; a decision to draft resets it. Texts change, so even a method that never paid is
-tried again. Every other try drafts the full length, because one draft says nothing about later positions. If no draft
-was judged yet, the first try is at once."""
+SHORTEST_PAUSE, LONG_PAUSE = 32, 256
+"""Steps without any drafts, at least, before one request tries again. Texts change, so even a method that never paid is
+tried. If no draft was judged yet, the first try is at once. A try has all drafts, because one says nothing about later
+positions; but where that would have to wait for more than 256 steps, only every other has, and the first has one."""
 TRIES_SHARE = 0.01
-"""What a try may lose, as predicted, as a share of the time until the next. Where it loses more, pauses are longer."""
+"""What a try may lose, as predicted, as a share of the steps since the one before. Where it loses more, they are more
+than `SHORTEST_PAUSE`."""
 WITHOUT_DRAFTS = 0.997
 """What a step in which others have drafts leaves of what is known of a request that has none. So it is believed to be
 like the others after some hundred steps, and gets drafts again: its text, too, may have changed."""
@@ -260,12 +260,15 @@ class AdaptiveDrafts:
     """Steps since something was drafted."""
     _pause: int = field(init=False, default=0)
     """Idle steps before drafts are tried again."""
-    _num_tries: int = field(init=False, default=0)
+    _latest_try: int = field(init=False)
+    """How many drafts the latest try had."""
     _tried: list[tuple[int, int]] | None = field(init=False, default=None)
     """The drafts of each round of the latest try, and how many were accepted; None once that was looked at."""
+    _found_nothing: bool = field(init=False, default=False)
+    """Whether the drafter had no draft in the latest try, which therefore cost next to nothing."""
 
     def __post_init__(self) -> None:
-        self._all = Acceptance(self.max_drafts, self.memory**0.5)
+        self._all, self._latest_try = Acceptance(self.max_drafts, self.memory**0.5), self.max_drafts
         self.plain_times = PlainTimes(self.costs)
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
@@ -317,7 +320,7 @@ class AdaptiveDrafts:
         best = max(range(len(speedups)), key=speedups.__getitem__)
         counts = [0] * len(requests)
         if speedups[best] >= MIN_GAIN:
-            self._pause, self._tried = FIRST_PAUSE, None
+            self._tried, self._latest_try = None, self.max_drafts
             for draft in drafts[:best]:
                 counts[draft.request] += 1
             for request, count in zip(requests, counts, strict=True):
@@ -326,8 +329,14 @@ class AdaptiveDrafts:
         else:
             goes_on = self._latest_try_paid(requests, num_rows)
             index = next((d.request for d in drafts if not requests[d.request].samples_with_own_seed), None)
-            if index is not None and (goes_on or self._idle_steps >= self._pause):
-                counts[index] = self._try(requests[index], requests, num_rows, goes_on)
+            if index is not None:
+                count = self._latest_try
+                if not goes_on:
+                    count, self._pause = self._next_try(requests[index], requests, num_rows)
+                if goes_on or self._idle_steps >= self._pause:
+                    counts[index] = self._latest_try = count
+                    self._tried = []
+                    self._forget_half(requests[index])
         return DraftPlan(counts, survival, speedups)
 
     def _with_own_seeds(self, requests: Sequence[Request], plan: DraftPlan) -> DraftPlan:
@@ -335,24 +344,30 @@ class AdaptiveDrafts:
         pairs = zip(requests, plan.num_drafts, strict=True)
         return replace(plan, num_drafts=[self.max_drafts if r.samples_with_own_seed else n for r, n in pairs])
 
-    def _try(self, request: Request, requests: Sequence[Request], num_rows: int, goes_on: bool) -> int:
-        """How many drafts `request` gets only to see whether they are accepted by now. `goes_on`: as many as before."""
-        self._num_tries += not goes_on
-        self._forget_half(request)
-        count = self.max_drafts if self.drafts_trees or self._num_tries % 2 else 1
+    def _next_try(self, request: Request, requests: Sequence[Request], num_rows: int) -> tuple[int, int]:
+        """How many drafts `request` gets in the next try, and the pause before it."""
+        pause = self._pause_before(self.max_drafts, request, requests, num_rows)
+        if self.drafts_trees or self._latest_try == 1 or pause <= LONG_PAUSE:
+            return self.max_drafts, pause
+        return 1, self._pause_before(1, request, requests, num_rows)
+
+    def _pause_before(self, count: int, request: Request, requests: Sequence[Request], num_rows: int) -> int:
+        """How many steps without drafts there must be before a try with `count` drafts for `request`."""
+        if not self._all.asked[0]:
+            return 0
+        if self._found_nothing:
+            return SHORTEST_PAUSE
         gained = 1 + sum(self.survival(request)[:count]) / len(requests)
         lost = TRY_STEPS * (self._step_ratio(1, count, requests, num_rows) - gained)
-        self._pause = max(min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE), round(lost / TRIES_SHARE))
-        self._tried = []
-        return count
+        return max(SHORTEST_PAUSE, round(lost / TRIES_SHARE))
 
     def _latest_try_paid(self, requests: Sequence[Request], num_rows: int) -> bool:
         """Whether all `requests` would gain from drafts that are accepted as often as those of the try that has just
         ended: then the next one follows at once. A try is judged only once."""
         tried, self._tried = self._tried, None
+        if tried is not None:
+            self._found_nothing = not tried
         if not tried:
-            if tried is not None:  # the drafter found nothing to draft
-                self._pause = max(FIRST_PAUSE, self._pause // 2)
             return False
         count, accepted = (statistics.mean(column) for column in zip(*tried, strict=True))
         gained = 1 + accepted
@@ -374,7 +389,7 @@ class AdaptiveDrafts:
 
     def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
-        self._pause = max(self._pause, FIRST_PAUSE)
+        self._found_nothing = False
         if self._tried is not None:
             self._tried.append((num_drafts, num_accepted))
         own = self._own.get(request)

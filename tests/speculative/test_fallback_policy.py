@@ -55,7 +55,7 @@ def test_a_method_that_does_not_pay_leaves_the_other_alone() -> None:
 
 
 def test_a_plan_against_drafts_holds_as_long_as_those_of_both_methods() -> None:
-    _, policy = both(4)
+    policy = FallbackDrafts(both(4)[0], AdaptiveDrafts(4, CHEAP), AdaptiveDrafts(3, CHEAP))
     request = a_request()
     for method in (policy.first, policy.second):
         for _ in range(40):
