@@ -30,12 +30,13 @@ BEFORE_DECISION = 8
 """For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it: so
 it knows what steps take just before a try."""
 SHORTEST_PAUSE, LONG_PAUSE = 32, 256
-"""Steps without any drafts, at least, before one request tries again. Texts change, so even a method that never paid is
-tried. If no draft was judged yet, the first try is at once. A try has all drafts, because one says nothing about later
-positions; but where that would have to wait for more than 256 steps, only every other has, and the first has one."""
+"""Steps without any drafts, at least, before one request tries again: 32 at first, twice as many after each try that
+did not pay, up to 256. Texts change, so even a method that never paid is tried. If no draft was judged yet, the first
+try is at once. A try has all drafts, because one says nothing about later positions; but where that would have to wait
+for longer than `LONG_PAUSE`, only every other has, and the first has one."""
 TRIES_SHARE = 0.01
-"""What a try may lose, as predicted, as a share of the steps since the one before. Where it loses more, they are more
-than `SHORTEST_PAUSE`."""
+"""What a try may lose, as predicted, as a share of the steps since the one before. Where it loses more, it waits for
+longer."""
 WITHOUT_DRAFTS = 0.997
 """What a step in which others have drafts leaves of what is known of a request that has none. So it is believed to be
 like the others after some hundred steps, and gets drafts again: its text, too, may have changed."""
@@ -262,6 +263,8 @@ class AdaptiveDrafts:
     """Idle steps before drafts are tried again."""
     _latest_try: int = field(init=False)
     """How many drafts the latest try had."""
+    _least_pause: int = field(init=False, default=SHORTEST_PAUSE)
+    """What the next pause takes at least."""
     _tried: list[tuple[int, int]] | None = field(init=False, default=None)
     """The drafts of each round of the latest try, and how many were accepted; None once that was looked at."""
     _found_nothing: bool = field(init=False, default=False)
@@ -320,7 +323,7 @@ class AdaptiveDrafts:
         best = max(range(len(speedups)), key=speedups.__getitem__)
         counts = [0] * len(requests)
         if speedups[best] >= MIN_GAIN:
-            self._tried, self._latest_try = None, self.max_drafts
+            self._tried, self._latest_try, self._least_pause = None, self.max_drafts, SHORTEST_PAUSE
             for draft in drafts[:best]:
                 counts[draft.request] += 1
             for request, count in zip(requests, counts, strict=True):
@@ -359,7 +362,7 @@ class AdaptiveDrafts:
             return SHORTEST_PAUSE
         gained = 1 + sum(self.survival(request)[:count]) / len(requests)
         lost = TRY_STEPS * (self._step_ratio(1, count, requests, num_rows) - gained)
-        return max(SHORTEST_PAUSE, round(lost / TRIES_SHARE))
+        return max(self._least_pause, round(lost / TRIES_SHARE))
 
     def _latest_try_paid(self, requests: Sequence[Request], num_rows: int) -> bool:
         """Whether all `requests` would gain from drafts that are accepted as often as those of the try that has just
@@ -370,8 +373,10 @@ class AdaptiveDrafts:
         if not tried:
             return False
         count, accepted = (statistics.mean(column) for column in zip(*tried, strict=True))
-        gained = 1 + accepted
-        return gained > MIN_GAIN * self._step_ratio(len(requests), count, requests, num_rows)
+        paid = 1 + accepted > MIN_GAIN * self._step_ratio(len(requests), count, requests, num_rows)
+        if not paid:
+            self._least_pause = min(2 * self._least_pause, LONG_PAUSE)
+        return paid
 
     def _step_ratio(self, drafting: int, count: float, requests: Sequence[Request], num_rows: int) -> float:
         """What a step takes in which so many of `requests` have `count` drafts each, on average, in steps without."""

@@ -125,6 +125,7 @@ class LossLimit:
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
-        if self._rests and not any(request.samples_with_own_seed for request in requests):
+        more_without = self._rests or self._compared_left > 1
+        if more_without and not any(request.samples_with_own_seed for request in requests):
             return False
         return self.policy.may_draft_next(requests)

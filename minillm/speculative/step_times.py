@@ -6,6 +6,7 @@ work as one with as many rows.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from minillm.speculative.step_costs import StepCosts
 LARGEST_CHANGE = 2.0
 """A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
 PLAIN_STEPS_KEPT = 16
-"""Steps without drafts are judged by the lower quartile of so many of the latest. Few, because the speed of a machine
-changes; the lower quartile, because what disturbs a step makes it slower: an interrupt, or a trial of fewer threads."""
+"""Steps without drafts are judged by the median of so many of the latest. Few, because the speed of a machine changes;
+the median, because some were interrupted or tried fewer threads."""
 FRESH_STEPS = 100
 """What steps without drafts take is known for as long as so many of them take. Later the machine may have another
 speed: steps with drafts are not compared with them, and of the earlier ones few are kept."""
@@ -63,7 +64,7 @@ class Factors:
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=PLAIN_STEPS_KEPT))
     usual: float = 0.0
-    """The lower quartile of `latest`. It is asked for more often than it changes."""
+    """The median of `latest`. It is asked for more often than it changes."""
     fresh_until: float = 0.0
     """As `time.perf_counter` counts."""
 
@@ -77,7 +78,7 @@ class Factors:
         while len(self.latest) > STALE_STEPS_KEPT and not self.are_fresh:
             self.latest.popleft()
         self.latest.append(factor)
-        self.usual = sorted(self.latest)[len(self.latest) // 4]
+        self.usual = statistics.median(self.latest)
         self.fresh_until = time.perf_counter() + FRESH_STEPS * seconds
 
 

@@ -14,6 +14,7 @@ from minillm import LLM, SamplingParams
 from minillm.request import Request
 from minillm.speculative.draft_policy import (
     IDLE_PLAN_STEPS,
+    LONG_PAUSE,
     MIN_GAIN,
     PLAN_STEPS,
     SHORTEST_PAUSE,
@@ -156,21 +157,27 @@ def test_drafts_cost_what_the_requests_that_have_some_read() -> None:
 
 
 def test_after_a_pause_one_request_tries_again() -> None:
-    """A try of six steps that take 1.4 times as long loses 2.4 of 240 steps."""
-    gaps = gaps_between_tries(finds_drafts=True)
-    assert len(gaps) > 4 and all(200 < gap <= 241 for gap in gaps)
+    """Twice as late after each that did not pay."""
+    gaps = gaps_between_tries(CHEAP_ROWS, finds_drafts=True)
+    assert gaps[:5] == [2 * SHORTEST_PAUSE + 1, 4 * SHORTEST_PAUSE + 1, *[LONG_PAUSE + 1] * 3]
+
+
+def test_a_try_that_loses_more_than_its_share_comes_later() -> None:
+    """One draft doubles a step: 5.4 of 540 steps; four take five times as long."""
+    with_four, with_one, *_ = gaps_between_tries(EACH_ROW, finds_drafts=True)
+    assert 450 < with_one < 600 and 1800 < with_four < 2400
 
 
 def test_after_a_try_in_which_nothing_was_found_to_draft_the_pause_is_the_shortest() -> None:
     """A text that begins to repeat must not wait for as long as one whose drafts are always wrong."""
-    assert set(gaps_between_tries(finds_drafts=False)[1:]) == {SHORTEST_PAUSE + 1}
+    assert set(gaps_between_tries(CHEAP_ROWS, finds_drafts=False)[1:]) == {SHORTEST_PAUSE + 1}
 
 
-def gaps_between_tries(finds_drafts: bool) -> list[int]:
-    policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1.0 + 63 * 0.1})), a_request()
+def gaps_between_tries(costs: StepCosts, finds_drafts: bool) -> list[int]:
+    policy, request = AdaptiveDrafts(4, costs), a_request()
     judged(policy, request, 0.0)
     tried = []
-    for step in range(50 * SHORTEST_PAUSE):
+    for step in range(120 * SHORTEST_PAUSE):
         [count] = policy.plan([request], 1).num_drafts
         if count:
             tried.append(step)

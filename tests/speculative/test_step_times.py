@@ -77,14 +77,6 @@ def test_a_slow_one_among_the_first_steps_without_drafts_changes_nothing() -> No
     assert times.seconds(1, 0) == 1.0
 
 
-def test_a_whole_run_of_slow_ones_changes_nothing_while_others_are_known() -> None:
-    """A trial of fewer threads takes several steps in a row."""
-    times = PlainTimes(COSTS)
-    told(times, 1, 0, 1.0)
-    told(times, 1, 0, 1.5, 11)
-    assert times.seconds(1, 0) == 1.0
-
-
 def test_what_was_measured_long_ago_is_believed_only_until_the_next_measurements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
