@@ -141,7 +141,7 @@ def run(
     context = room_for_prompt(model, new_tokens, SHORTEST_PROMPT) + new_tokens
     config = {
         **named,
-        "methods": chosen,
+        "methods": {name: known[name] for name in chosen},  # without the folders of trained weights
         "drafters": [f"{model}-{name}" for name in chosen if name in TRAINED and drafters is None],
         "num_speculative_tokens": drafts,
         "block_size": block_size,

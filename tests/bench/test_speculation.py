@@ -58,6 +58,12 @@ def test_more_drafts_than_a_method_makes_are_refused_before_anything_is_measured
         run(drafts=6, **given)
 
 
+def test_a_result_names_trained_weights_but_not_the_folder_that_they_lie_in() -> None:
+    given = {"methods": ["heads"], "slices": ["edits"], "weights": ["fp32"], "batches": [1]}
+    config = run(**given, drafts=2, rounds=1, seconds=0, prompts=1, new_tokens=4)["config"]
+    assert config["methods"] == {"heads": {"method": "heads"}} and config["drafters"] == ["minicoder-heads"]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
