@@ -64,7 +64,7 @@ def _of_batches(alone: Result, together: Result) -> str:
     return (
         "The lines of several requests were measured at an earlier revision. Beside float32 weights their draft model "
         "is not quantised (for one request it is in W8A8), and `suffix or draft_model` asks it only where suffix "
-        "decoding finds nothing; its chains do not end early. How many drafts pay has been decided otherwise since."
+        "decoding finds nothing; its chains do not end early. The rules by which `adaptive` decides have changed since."
     )
 
 

@@ -262,7 +262,7 @@ class AdaptiveDrafts:
     _pause: int = field(init=False, default=0)
     """Idle steps before drafts are tried again."""
     _latest_try: int = field(init=False)
-    """How many drafts the latest try had."""
+    """How many drafts the latest try had; all, if drafts have paid since."""
     _least_pause: int = field(init=False, default=SHORTEST_PAUSE)
     """What the next pause takes at least."""
     _tried: list[tuple[int, int]] | None = field(init=False, default=None)

@@ -67,6 +67,16 @@ def test_a_plan_against_drafts_holds_as_long_as_those_of_both_methods() -> None:
     assert policy.first.plan([request], 1).num_steps == alone.num_steps - 5
 
 
+def test_a_new_decision_of_one_method_counts_while_that_of_the_other_holds() -> None:
+    drafter, policy = both(4)
+    request = a_request()
+    for _ in range(3):
+        assert policy.plan([request], 1).num_drafts == [4] and drafter.limits[request] == (4, 3)
+    policy.second.judged(request, 3, 3, 0)
+    policy.second._steps_left = 0
+    assert policy.plan([request], 1).num_drafts == [4] and drafter.limits[request] == (4, 0)
+
+
 def test_a_verdict_counts_for_the_method_that_proposed() -> None:
     drafter, policy = both(2, 0)
     one, other = a_request("one"), a_request("other")
