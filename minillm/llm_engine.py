@@ -99,7 +99,7 @@ class LLMEngine:
             if request_id in self._groups:
                 raise MinillmError(f"request id {request_id!r} is in use; choose another")
             try:
-                self.queue([group])
+                self.queue([group], is_awaited=True)
                 self._groups[request_id] = group
             except BaseException:
                 self.discard(group)  # an interrupt may have arrived after they were queued
@@ -151,7 +151,7 @@ class LLMEngine:
         left = {prompt_id_of(group[0].request_id): group for group in groups}
         places = {name: i for i, name in enumerate(left)}
         try:
-            self.queue(groups)
+            self.queue(groups, is_awaited=True)
             failures = 0
             while left:
                 with self.engine.lock:  # so that no other thread's step is in the middle of a request that is read here
@@ -243,6 +243,7 @@ class LLMEngine:
         name = str(number) if request_id is None else request_id
         tokenizer = self.engine.tokenizer
         eos = self._eos_ids
+        stop_ids = params.all_stop_token_ids | (frozenset() if params.ignore_eos else eos)
         group: list[Request] = []
         for index in range(params.n):
             detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, token_ids) if params.detokenize else None
@@ -258,7 +259,7 @@ class LLMEngine:
                 priority=priority,
                 cache_salt=salt,
                 fork_of=group[0] if group and self.engine.runner.cache.supports_prefix_sharing else None,
-                stop_ids=params.all_stop_token_ids | (frozenset() if params.ignore_eos else eos),
+                stop_ids=stop_ids,
                 eos_ids=eos,
                 eos_id=tokenizer.eos_id,
                 detokenizer=detokenizer,
@@ -296,9 +297,9 @@ class LLMEngine:
                 "lower it to 0, or give fewer stop_token_ids"
             )
 
-    def queue(self, groups: Sequence[Sequence[Request]]) -> None:
+    def queue(self, groups: Sequence[Sequence[Request]], is_awaited: bool = False) -> None:
         """Queue prepared requests in order. Queues none of them if one is larger than the block pool, if an id is in
-        use, or if it is interrupted."""
+        use, or if it is interrupted. `is_awaited`: their metrics are kept until `discard` or the output of the end."""
         with self.engine.lock:
             for request in chain.from_iterable(groups):
                 self.engine.check_fits(request)
@@ -308,6 +309,8 @@ class LLMEngine:
             try:
                 for request in chain.from_iterable(groups):
                     self.engine.add_request(request)
+                if is_awaited:
+                    self.metrics.awaited.update(prompt_id_of(group[0].request_id) for group in groups)
             except BaseException:
                 self.discard(list(chain.from_iterable(groups)))
                 raise

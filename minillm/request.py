@@ -141,10 +141,15 @@ class Request:
         """The sampling parameters and the context of the token that follows `token_ids` and `drafts`."""
         params = self.params
         ends_early = self.num_output_tokens + len(drafts) < params.min_tokens
-        forbidden = tuple(self.stop_ids | self.eos_ids) if ends_early else ()
+        forbidden = self.ending_ids if ends_early else ()
         if not params.has_penalties:
             return SamplingRow(params, forbidden_token_ids=forbidden)
         return SamplingRow(params, self.distinct_prompt_tokens, [*self.output_token_ids, *drafts], forbidden)
+
+    @cached_property
+    def ending_ids(self) -> tuple[int, ...]:
+        """All tokens that may not come before `min_tokens`."""
+        return tuple(self.stop_ids | self.eos_ids)
 
     @cached_property
     def distinct_prompt_tokens(self) -> np.ndarray:

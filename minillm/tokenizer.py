@@ -110,8 +110,11 @@ class Tokenizer:
     @cached_property
     def is_byte_level(self) -> bool:
         """Whether tokens use GPT-2's byte alphabet, so that a text is the concatenation of its tokens' bytes."""
-        decoder = self.backend.decoder
-        return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+        if self.backend.decoder is None:
+            return False
+        decoder = json.loads(self.backend.decoder.__getstate__())
+        kinds = {part["type"] for part in decoder.get("decoders", [decoder])}
+        return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
 
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is one raw byte of a SentencePiece vocabulary."""

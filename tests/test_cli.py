@@ -183,8 +183,8 @@ def test_generate_says_how_to_draft(words, expected, monkeypatch):
 
 def test_cost_says_only_what_is_known():
     assert generate.cost(RequestMetrics()) == "0 tokens"
-    known = RequestMetrics(first_token_time=0.5, last_token_time=1.5, num_output_tokens=11, num_decode_forwards=4)
-    known.num_decode_tokens, known.num_drafts, known.num_accepted = 10, 16, 8
+    known = RequestMetrics(first_token_time=0.5, decoding_time=1.0, num_output_tokens=11, num_first_tokens=1)
+    known.num_decode_forwards, known.num_decode_tokens, known.num_drafts, known.num_accepted = 4, 10, 16, 8
     speed = "11 tokens, first after 500 ms, then 10 per second"
     expected = f"{speed}, 50% of 16 drafts accepted, 2.50 tokens per target forward"
     assert generate.cost(known) == expected

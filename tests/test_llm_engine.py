@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import minillm.llm
-import minillm.trace.request_metrics
 from minillm import LLM, RequestOutput, SamplingParams
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineArgs
@@ -34,7 +33,15 @@ from minillm.llm_engine import LLMEngine
 from minillm.ops.paged_attention import paged_attention
 from minillm.outputs import tokens_per_forward
 from minillm.request import Request
-from minillm.trace import BlocksShared, RequestAdded, RequestFinished, RequestPreempted, StepRan, TokensCommitted
+from minillm.trace import (
+    BlocksShared,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    StepRan,
+    TokensCommitted,
+    request_metrics,
+)
 from minillm.trace.acceptance_state import AcceptanceState
 from tests.conftest import TinyPair
 
@@ -304,6 +311,25 @@ def test_what_ended_in_an_interrupted_step_is_returned_by_the_next(tiny: TinyPai
     assert [drain(llm)["c"].outputs[0].token_ids] == expected(tiny)[2]
 
 
+def test_prompts_that_end_in_steps_of_another_caller_are_not_forgotten(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than prompts that nobody waits for are kept."""
+    monkeypatch.setattr(request_metrics, "MAX_ENDED_PROMPTS", 2)
+    llm = engine(tiny)
+    for number in range(7):
+        llm.add_request(f"early {number}", PROMPTS[0], replace(GREEDY, max_tokens=2))
+    group = llm.prepare(PROMPTS[1], replace(GREEDY, max_tokens=30))
+    for _ in llm.run([group]):
+        pass
+    told = {}
+    for _ in range(3):
+        told |= {output.request_id: output for output in llm.step() if output.finished}
+    assert len(told) == 7 and not llm.has_unfinished_requests()
+    assert all(output.metrics.num_output_tokens == 2 for output in told.values())
+    assert not llm.metrics.requests and not llm.metrics.awaited
+
+
 @pytest.mark.parametrize("place", [1, 2, 3])
 def test_an_interrupt_while_outputs_are_made_loses_none(
     tiny: TinyPair, place: int, monkeypatch: pytest.MonkeyPatch
@@ -489,7 +515,7 @@ def test_refusing_an_id_in_use_leaves_its_owner_alone(tiny: TinyPair) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """What the metrics take for the time: set by the test."""
     now = [0.0]
-    monkeypatch.setattr(minillm.trace.request_metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(request_metrics.time, "perf_counter", lambda: now[0])
     yield now
 
 
@@ -511,6 +537,17 @@ def test_times_are_counted_per_request(tiny: TinyPair, clock: list[float]) -> No
     # Three chunks, after the six steps of the first.
     assert (second.arrival_time, second.queue_time, second.ttft, second.tpot) == (3.0, 70.0, 90.0, 10.0)
     assert first.num_output_tokens == second.num_output_tokens == 5
+
+
+def test_the_time_per_token_is_that_of_a_completion(tiny: TinyPair, clock: list[float]) -> None:
+    """Four completions gain a token each in every step of ten ticks."""
+    llm = engine(tiny)
+    llm.add_request("four", PROMPTS[0], SamplingParams(n=4, seed=1, max_tokens=5, ignore_eos=True))
+    while llm.has_unfinished_requests():
+        clock[0] += 10.0
+        outputs = llm.step()
+    assert outputs[0].metrics.num_output_tokens == 20 and outputs[0].metrics.tpot == 10.0
+    assert not llm.metrics._latest
 
 
 def test_preemptions_and_cached_tokens_are_counted_per_request(tiny: TinyPair) -> None:

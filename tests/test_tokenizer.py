@@ -251,3 +251,13 @@ def test_the_tokenizers_configuration_names_the_end_of_text(tiny: TinyPair, tmp_
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
     expected = 0 if named in ("<|endoftext|>", {"content": "<|endoftext|>"}) else None
     assert Tokenizer.from_folder(folder).eos_id == expected
+
+
+def test_bytes_of_a_character_stay_together_if_the_decoder_is_a_sequence() -> None:
+    plain, nested = byte_level(), byte_level()
+    nested.backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    for text in ("a你b", "é → ü"):
+        ids = plain.encode(text)
+        detokenizer = Detokenizer(nested)
+        assert "".join([*map(detokenizer.append, ids), detokenizer.flush()]) == text
+        assert b"".join(map(nested.token_bytes, ids)) == text.encode()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import islice
 
 from minillm.errors import MinillmError
@@ -137,10 +138,11 @@ class BlockPool:
         self._hash_of, self._block_with, self._cached = {}, {}, OrderedDict()
         self._ref_counts = [owners[block_id] for block_id in range(self.num_blocks)]
         self._empty = [block_id for block_id in range(self.num_blocks - 1, -1, -1) if not owners[block_id]]
-        if evicted:
-            self.on_evict(evicted)
-        if self._empty:
-            self.on_free(list(self._empty))
+        with ExitStack() as calls:  # makes both, the last one first
+            if self._empty:
+                calls.callback(self.on_free, list(self._empty))
+            if evicted:
+                calls.callback(self.on_evict, evicted)
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `BlockPoolError` unless empty + cached + used = total, each block's reference count is its number of

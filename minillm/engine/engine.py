@@ -78,6 +78,8 @@ class Engine:
         self.num_steps = 0
         self.lock = RLock()
         """Held while a step runs and while requests are queued or aborted."""
+        self._is_damaged = False
+        """Whether a step or an abort was interrupted, and what it left is not repaired yet."""
 
     @property
     def has_requests(self) -> bool:
@@ -117,6 +119,7 @@ class Engine:
             if request is not None:
                 request.finish_reason = "abort"
                 try:
+                    self._repair()
                     self._finish(request)
                 except BaseException:
                     self._recover()
@@ -128,13 +131,20 @@ class Engine:
             if not self.requests:
                 return []
             try:
+                self._repair()
                 return self._step()
             except BaseException:
                 self._recover()
                 raise
 
+    def _repair(self) -> None:
+        """Recover once more if the last recovery was interrupted, too."""
+        if self._is_damaged:
+            self._recover()
+
     def _recover(self) -> None:
         """After an interrupted step: make every request valid again, and end those that had just finished."""
+        self._is_damaged = True
         for request in self.requests.values():
             commit_again(request)
         if self.runner.cache.max_rollback is not None:
@@ -144,6 +154,7 @@ class Engine:
         self.scheduler.recover(self.requests.values())
         for request in [request for request in self.requests.values() if request.finished]:
             self._finish(request)
+        self._is_damaged = False
 
     def _step(self) -> list[Request]:
         began = time.perf_counter()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 
@@ -391,29 +392,30 @@ class Scheduler:
             self.emit(BlocksFreed(request.request_id, tail, reason))
 
     def recover(self, requests: Iterable[Request]) -> None:
-        """Rebuild the queues and the pool from the requests, after an interrupt between any two lines."""
-        alive = []
-        for request in requests:
-            if request.finished:
-                self._release(request)
-            else:
-                alive.append(request)
-        alive.sort(key=self.rank)
+        """Rebuild the queues and the pool from the requests, after an interrupt between any two lines.
+
+        Requests and queues come first. Then listeners, drafter and cache are told; if one of them fails, the others are
+        told all the same.
+        """
+        requests = list(requests)
+        alive = sorted((request for request in requests if not request.finished), key=self.rank)
         # A request without computed tokens starts again: its table may hold shared blocks it has not copied yet.
         self.running = [request for request in alive if request.block_table and request.num_computed_tokens]
         self.waiting = [request for request in alive if request not in self.running]
-        for request in self.waiting:
-            self._release(request)
-        self.pool.reclaim(request.block_table for request in self.running)
+        self._end_plan()
+        released = [request for request in requests if request not in self.running]
+        freed = [BlocksFreed(r.request_id, list(r.block_table), "interrupted") for r in released if r.block_table]
+        for request in released:
+            request.drop_cache()
         for request in self.running:
             covered = len(request.block_table) * self.pool.block_size
             request.num_computed_tokens = min(request.num_computed_tokens, covered)
-
-    def _release(self, request: Request) -> None:
-        """Let go of the blocks of `request`, which the pool reclaims."""
-        if request.block_table:
-            self.emit(BlocksFreed(request.request_id, list(request.block_table), "interrupted"))
-        self._drop(request)
+        with ExitStack() as calls:  # makes all of them, from the last one to the first
+            calls.callback(self.pool.reclaim, [request.block_table for request in self.running])
+            for request in released:
+                calls.callback(self.on_drop, request)
+            for event in reversed(freed):
+                calls.callback(self.emit, event)
 
     def check_integrity(self) -> None:
         """Raise `BlockPoolError` unless the pool and the block tables of all requests agree."""

@@ -52,7 +52,12 @@ class ChatTemplate:
                 f"{self.model!r} has no chat template, so it cannot chat; use /v1/completions, or start the server "
                 "with --chat-template FILE"
             )
-        tokenizer = self.tokenizer.hf()
+        try:
+            tokenizer = self.tokenizer.hf()
+        except (
+            CheckpointError
+        ) as problem:  # a template of the server's own, for a tokenizer that transformers cannot read
+            raise ApiError(str(problem), HTTPStatus.INTERNAL_SERVER_ERROR) from None
         try:
             return str(
                 tokenizer.apply_chat_template(

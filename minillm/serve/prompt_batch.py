@@ -36,7 +36,8 @@ class PromptBatch:
         priority: int,
         on_finish: Observer,
     ) -> PromptBatch:
-        """Queue all prompts, or none if one is refused. Raises the errors of `AsyncLLM.add_request`."""
+        """Queue all prompts. If one is refused, those before it are aborted. Raises the errors of
+        `AsyncLLM.add_request`."""
         wanted, limit = params.n * len(prompts), engine.max_num_queued_reqs
         if limit is not None and wanted > limit:
             raise ApiError(

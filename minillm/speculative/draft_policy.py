@@ -234,8 +234,9 @@ class AdaptiveDrafts:
 
     How many are made and survive is estimated per request and position from its own rounds and, while there are few,
     from those of all requests. Costs are measured (`StepCosts`), and corrected by how much more drafts turn out to add
-    to a step (`DraftingOverhead`). A request that samples with a seed of its own gets all drafts, because the number of
-    drafts changes which random numbers choose a token, and its text should not depend on the speed of the machine.
+    to a step (`DraftingOverhead`). A request that samples with a seed of its own gets all drafts for which a step has
+    room, because the number of drafts changes which random numbers choose a token, and its text should not depend on
+    the speed of the machine.
     """
 
     max_drafts: int

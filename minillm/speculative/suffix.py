@@ -4,8 +4,8 @@ Text repeats itself: edited code, an agent's tool calls, a small model in a loop
 that occurred before, p tokens long, and look at what followed it there. Matches come from two sources: this request's
 own prompt and output, and the outputs of earlier requests with the same `cache_salt`. Requests with different salts
 cannot learn each other's text, neither from drafts nor from timing. A request that samples with its own `seed` uses its
-own text alone: how many drafts there are decides which random numbers choose a token, and its text should be the same
-whatever ran before it.
+own text alone: how many drafts there are decides which random numbers choose a token, and its text should not depend on
+those of earlier requests.
 
 The draft follows a greedy walk: of the C matches, take the token that most of them continue with, keep the c₁ matches
 that agree, and go on with those. The probability that all drafts up to the j-th are accepted is estimated as

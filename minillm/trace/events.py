@@ -141,7 +141,8 @@ class BlocksCached(Event):
 
 @dataclass(frozen=True)
 class BlocksEvicted(Event):
-    """These blocks without owners left the prefix cache, because they are needed for other contents."""
+    """These blocks left the prefix cache: because they are needed for other contents, because the cache was reset, or
+    because a step was interrupted."""
 
     block_ids: list[Size]
 
@@ -153,7 +154,7 @@ class BlocksFreed(Event):
     request_id: str
     block_ids: list[Size]
     reason: Literal["rolled_back", "preempted", "finished", "aborted", "interrupted"]
-    """`interrupted`: a step was, and the request is computed again."""
+    """`interrupted`: a step was, and the request is computed again if it had not ended."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from minillm.trace import (
 )
 
 MAX_ENDED_PROMPTS = 1000
-"""How many ended prompts keep their metrics until `forget`. After `LLM.submit`, it may never be called."""
+"""How many ended prompts keep their metrics although nobody waits for their outputs, as after `LLM.submit`."""
 
 
 @dataclass
@@ -32,7 +32,11 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
+    decoding_time: float = 0.0
+    """Seconds from a completion's first tokens to its last ones, summed over the completions."""
     num_output_tokens: int = 0
+    num_first_tokens: int = 0
+    """Those that a completion gained with its first step that gained any, summed over the completions."""
     num_target_forwards: int = 0
     """Target forwards of the request, including prefill chunks."""
     num_decode_forwards: int = 0
@@ -62,10 +66,9 @@ class RequestMetrics:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first, in seconds."""
-        if self.first_token_time is None or self.last_token_time is None or self.num_output_tokens < 2:
-            return None
-        return (self.last_token_time - self.first_token_time) / (self.num_output_tokens - 1)
+        """Time per output token of a completion after its first, in seconds; None before any has a second."""
+        num_later = self.num_output_tokens - self.num_first_tokens
+        return self.decoding_time / num_later if num_later else None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -83,18 +86,25 @@ class MetricsWatcher:
 
     def __init__(self) -> None:
         self.requests: dict[str, RequestMetrics] = {}
+        self.awaited: set[str] = set()
+        """Prompts whose outputs somebody waits for. They are kept until `forget`."""
         self._running: Counter[str] = Counter()
         """The number of unfinished completions of each prompt."""
         self._ended: set[str] = set()
-        """Prompts that have ended and are not forgotten yet."""
+        """Awaited prompts that have ended and are not forgotten yet."""
+        self._left_over: dict[str, None] = {}
+        """The other prompts that have ended and are not forgotten yet, from the first that ended on."""
         self._prefilled: set[str] = set()
         """Completions with a prefill in this step."""
+        self._latest: dict[str, float] = {}
+        """When each unfinished completion gained its latest tokens."""
 
     def __call__(self, event: Event) -> None:
         """Update the metrics with one event."""
         now = time.perf_counter()
         match event:
             case RequestFinished():
+                self._latest.pop(event.request_id, None)
                 self._end(prompt_id_of(event.request_id))
             case RequestAdded():
                 self._drop_oldest()
@@ -119,7 +129,12 @@ class MetricsWatcher:
                     metrics.num_decode_tokens += len(event.token_ids)
                 metrics.num_drafts += event.num_drafts
                 metrics.num_accepted += event.num_accepted
-                metrics.last_token_time = now
+                latest = self._latest.get(event.request_id)
+                if latest is None:
+                    metrics.num_first_tokens += len(event.token_ids)
+                else:
+                    metrics.decoding_time += now - latest
+                self._latest[event.request_id] = metrics.last_token_time = now
                 if metrics.first_token_time is None:
                     metrics.first_token_time = now
             case BlocksAllocated():
@@ -143,15 +158,16 @@ class MetricsWatcher:
         if self._running[name] > 0:
             return
         del self._running[name]
-        self._ended.add(name)
-        if name in self.requests:  # not if an interrupt came before its metrics
-            self.requests[name] = self.requests.pop(name)  # behind those that ended before it
+        if name in self.awaited:
+            self._ended.add(name)
+        else:
+            self._left_over[name] = None
 
     def _drop_oldest(self) -> None:
-        """Keep `MAX_ENDED_PROMPTS`. Not called when a prompt ends: a step may end more than these, and the caller asks
-        for their metrics after it."""
-        while len(self.requests) - len(self._running) > MAX_ENDED_PROMPTS:
-            self.forget(next(request_id for request_id in self.requests if request_id not in self._running))
+        """Keep `MAX_ENDED_PROMPTS` of those that nobody waits for. Not called when a prompt ends: a step may end more
+        than these, and the caller may ask for their metrics after it."""
+        while len(self._left_over) > MAX_ENDED_PROMPTS:
+            self.forget(next(iter(self._left_over)))
 
     def is_running(self, name: str) -> bool:
         """Whether a completion of this prompt is unfinished, or an interrupt swallowed the event of its end."""
@@ -163,7 +179,7 @@ class MetricsWatcher:
         return self._running.total()
 
     def ended_among(self, names: Container[str]) -> list[str]:
-        """Those of the prompts `names` that have ended and are not forgotten yet."""
+        """Those of the awaited prompts `names` that have ended and are not forgotten yet."""
         return [name for name in self._ended if name in names]
 
     def of(self, name: str) -> RequestMetrics:
@@ -172,7 +188,9 @@ class MetricsWatcher:
 
     def forget(self, name: str) -> None:
         """Forget an ended prompt."""
+        self.awaited.discard(name)
         self._ended.discard(name)
+        self._left_over.pop(name, None)
         self._running.pop(name, None)  # an interrupt may have swallowed the event of its end
         self.requests.pop(name, None)
 

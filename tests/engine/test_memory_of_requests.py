@@ -145,10 +145,10 @@ def test_figures_that_nobody_asks_for_go_when_there_are_enough_newer_ones(monkey
         watcher(StepRan(number, [Work(f"{number}#1", "decode", 0, 1), Work("long", "decode", 0, 1)]))
         watcher(RequestFinished(f"{number}#1", "stop", 1, 1))
     watcher(StepRan(10, []))
-    assert list(watcher.requests) == ["long", "7", "8", "9"]
+    assert set(watcher.requests) == {"long", "7", "8", "9"}
     watcher(RequestFinished("long", "stop", 1, 1))
     watcher(StepRan(11, []))
-    assert list(watcher.requests) == ["8", "9", "long"]
+    assert set(watcher.requests) == {"8", "9", "long"}
     assert watcher.of("long").num_target_forwards == 10
 
 

@@ -95,8 +95,8 @@ def test_threads_share_steps_and_a_trace_holds_them_all(tiny: TinyPair, monkeypa
     llm, all_queued = made(tiny, "eager"), Barrier(3)
     queue = llm.llm_engine.queue
 
-    def queue_and_wait(groups: Any) -> None:
-        queue(groups)
+    def queue_and_wait(*args: Any, **options: Any) -> None:
+        queue(*args, **options)
         all_queued.wait(10)  # raises BrokenBarrierError if one caller keeps the others out
 
     monkeypatch.setattr(llm.llm_engine, "queue", queue_and_wait)

@@ -26,7 +26,16 @@ from minillm.errors import (
 )
 from minillm.request import Request
 from minillm.speculative.ngram import NgramDrafter
-from minillm.trace import BlocksAllocated, BlocksFreed, DraftProposed, RequestFinished, StepStarted
+from minillm.trace import (
+    BlocksAllocated,
+    BlocksCached,
+    BlocksEvicted,
+    BlocksFreed,
+    DraftProposed,
+    RequestFinished,
+    StepRan,
+    StepStarted,
+)
 from minillm.trace.cache_state import CacheState
 from tests.conftest import TinyPair, random_model
 
@@ -248,6 +257,36 @@ def interrupt_points() -> Iterator[int]:
     """Lines spread over the whole run, dense in the first steps where everything happens once."""
     yield from range(60, 900, 13)
     yield from range(900, 9000, 311)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("kinds", [(BlocksCached, BlocksFreed), (BlocksCached, BlocksEvicted), (StepRan, BlocksFreed)])
+def test_a_second_failure_while_the_first_is_repaired_leaves_no_wrong_keys(
+    tiny: TinyPair, kinds: tuple[type, type], failures: int
+) -> None:
+    """Blocks are found by their hashes before they are computed, so nothing may be found after the failure."""
+    options = {"block_size": 4, "num_kv_blocks": 40, "enable_prefix_caching": True}
+    prompt = {"prompt_token_ids": [5 + 3 * i % 200 for i in range(33)]}
+    [expected] = LLM(str(tiny.target), **options).generate(prompt, GREEDY, use_tqdm=False)
+    llm = LLM(str(tiny.target), **options)
+    [request] = llm.submit(prompt, GREEDY)
+    others = llm.submit(PROMPTS, GREEDY)
+
+    def broken(event: object) -> None:
+        if isinstance(event, kinds):
+            raise OSError("the display is gone")
+
+    llm.engine.listeners.append(broken)
+    for _ in range(failures):
+        with pytest.raises(OSError, match="the display is gone"):
+            llm.engine.step()
+    llm.engine.listeners.remove(broken)
+    while llm.engine.has_requests:
+        llm.engine.step()
+        llm.engine.scheduler.check_integrity()
+    assert request.output_token_ids == expected.outputs[0].token_ids
+    assert all(len(other.output_token_ids) == GREEDY.max_tokens for other in others)
+    settled(llm)
 
 
 @pytest.mark.parametrize("speculative", [False, True], ids=["plain", "drafted"])
