@@ -21,12 +21,8 @@ from minillm.request import Request
 from minillm.speculative.step_costs import StepCosts
 from minillm.speculative.step_times import DraftingOverhead, PlainTimes
 
-MIN_GAIN, MIN_GAIN_TO_GO_ON = 1.05, 1.0
-"""Speed-up, as predicted, below which drafting does not begin, and below which it ends. A small gain is within the
-error of a prediction, and each change makes the next few steps slower: what they need has left the caches."""
-WARM_UP_STEPS, COLD_STEPS = 32, 2
-"""The first steps with drafts of an engine, and the first ones after steps without: what drafts add to them is not
-counted, because it is more than it will be."""
+MIN_GAIN = 1.05
+"""Speed-up, as predicted, below which nothing is drafted: a smaller gain is within the error of a prediction."""
 TRY_STEPS, PLAN_STEPS, IDLE_PLAN_STEPS = 6, 16, 64
 """Steps that a decision holds for while the same requests decode: to try drafts, to draft, and at most to draft
 nothing. Acceptance changes slowly, and deciding takes time."""
@@ -262,8 +258,6 @@ class AdaptiveDrafts:
     _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
     _has_first_drafts: bool = field(init=False, default=False)
     """Whether this step had the first drafts of a request. It is not counted: the drafter reads the prompt in it."""
-    _not_counted: int = field(init=False, default=WARM_UP_STEPS)
-    """The next steps with drafts, so many, do not tell what drafts add."""
     _idle_steps: int = field(init=False, default=0)
     """Steps since something was drafted."""
     _pause: int = field(init=False, default=0)
@@ -294,7 +288,6 @@ class AdaptiveDrafts:
             self._idle_steps = 0
             return found
         self._idle_steps += 1
-        self._not_counted = max(self._not_counted, COLD_STEPS)
         if self._has_own_seeds or self._steps_left < BEFORE_DECISION:
             return found
         return replace(found, num_steps=self._steps_left + 1 - BEFORE_DECISION)
@@ -328,10 +321,9 @@ class AdaptiveDrafts:
         ]
         drafts.sort(key=lambda draft: -draft.survival)  # the most promising first; a request's own stay in order
         speedups = self._speedups(requests, drafts, num_rows)
-        best = max(range(1, len(speedups)), key=speedups.__getitem__, default=0)
+        best = max(range(len(speedups)), key=speedups.__getitem__)
         counts = [0] * len(requests)
-        is_drafting = self._drafts and self._tried is None
-        if speedups[best] >= (MIN_GAIN_TO_GO_ON if is_drafting else MIN_GAIN):
+        if speedups[best] >= MIN_GAIN:
             self._tried, self._latest_try, self._least_pause = None, self.max_drafts, SHORTEST_PAUSE
             for draft in drafts[:best]:
                 counts[draft.request] += 1
@@ -424,9 +416,7 @@ class AdaptiveDrafts:
             return
         self.plain_times.other_work()
         ratio = self.plain_times.ratio(num_requests, num_context, seconds)
-        if self._not_counted:
-            self._not_counted -= 1
-        elif ratio is not None and not self._has_first_drafts:
+        if ratio is not None and not self._has_first_drafts:
             self._overhead.add(ratio - 1, self._expected(drafts, num_requests, num_context))
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:

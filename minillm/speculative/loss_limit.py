@@ -15,11 +15,10 @@ FIRST_PLAIN, PLAIN_EVERY = 8, 256
 """Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 256."""
 LOSS_SHARE = 0.01
 """What drafting may lose in the long run, as a share of the time of the steps without drafts."""
-MOST_LOST, MOST_SAVED, SAVED_BY_OTHERS = 10, 32, 16
+MOST_LOST, MOST_SAVED, SAVED_BY_OTHERS = 8, 32, 8
 """Steps without drafts that drafting may cost before it rests: the first drafts of a request take as long as some five,
 while a draft model or an index reads the prompt. Those that it may have saved at most before the text changes: they,
-too, may then be lost; and those of them that a new request may lose, whose text is another. A drafter that gains a
-tenth loses 20 steps at times, because some rounds have no accepted draft and some have four."""
+too, may then be lost; and those of them that a new request may lose, whose text is another."""
 
 
 @dataclass

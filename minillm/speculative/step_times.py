@@ -16,8 +16,8 @@ from minillm.speculative.step_costs import StepCosts
 LARGEST_CHANGE = 2.0
 """A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
 PLAIN_STEPS_KEPT = 16
-"""Steps without drafts are judged by the mean of so many of the latest. Few, because the speed of a machine changes.
-The mean, as for steps with drafts: the median is some 6% less, and a method that gains little would seem to lose."""
+"""Steps without drafts are judged by the median of so many of the latest. Few, because the speed of a machine changes;
+the median, because some were interrupted or tried fewer threads."""
 FRESH_STEPS = 100
 """What steps without drafts take is known for as long as so many of them take. Later the machine may have another
 speed: steps with drafts are not compared with them, and of the earlier ones few are kept."""
@@ -64,8 +64,7 @@ class Factors:
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=PLAIN_STEPS_KEPT))
     usual: float = 0.0
-    """The mean of `latest`, of which none counts as far from their median. It is asked for more often than it
-    changes."""
+    """The median of `latest`. It is asked for more often than it changes."""
     fresh_until: float = 0.0
     """As `time.perf_counter` counts."""
 
@@ -79,8 +78,7 @@ class Factors:
         while len(self.latest) > STALE_STEPS_KEPT and not self.are_fresh:
             self.latest.popleft()
         self.latest.append(factor)
-        median = statistics.median(self.latest)
-        self.usual = statistics.fmean(within(one, median) for one in self.latest)
+        self.usual = statistics.median(self.latest)
         self.fresh_until = time.perf_counter() + FRESH_STEPS * seconds
 
 
