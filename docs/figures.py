@@ -25,9 +25,9 @@ COMPLETION, PROCESSORS = ROOT / "docs" / "completion.md", ROOT / "docs" / "proce
 GPU = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- written by docs/figures.py -->\n", "<!-- end -->\n"
 KEYS = {
-    "first key": "first: nothing cached",
+    "first key": "first: a new text",
     "next key": "next: the key before is cached",
-    "last of a burst": "last of eight keys, 60 ms apart, each aborting the one before",
+    "last of a burst": "last of eight keys, 60 ms apart; each ends the request of the one before, if it still runs",
 }
 
 
@@ -136,8 +136,8 @@ def headline_words() -> str:
         "outputs differ between systems. The speed-up by speculation is below the tokens per forward, "
         "because drafts cost time and verifying costs more than decoding. With four drafts of the draft model (W8A8) "
         f"in every round the tokens per forward and the speed-up are {drafted}. With 8-bit weights a step is shorter, "
-        "so saving one gains less. These lines have fixed numbers; by default the engine drafts as many as it predicts "
-        "to pay (lesson 11). `suffix` drafts need repetitive text. With AMX, minillm in bf16 prefills "
+        "so saving one gains less. In these lines the number of drafts is fixed; by default the engine drafts as many "
+        "as it predicts to pay (lesson 11). `suffix` drafts need repetitive text. With AMX, minillm in bf16 prefills "
         f"{amx[512]:.2f}× as fast as transformers in bf16 at 512 tokens, {amx[1000]:.2f}× at 1,000 and "
         f"{amx[4000]:.2f}× at 4,000. In the lines of 32 requests all systems run as many at a time as the line says "
         "(`32 seats`: `max_num_seqs` is 32); with AMX that is 8, because vLLM was not measured with all 32 there."

@@ -31,7 +31,8 @@ def cluster_tables() -> str:
     lines += ["", "| measured, router `prefix` | |", "|---|---|"]
     line("processor time per request in Serve's proxy", [f"{spent['proxy']:.1f} ms"])
     line("processor time per request in the gateway: tokenising, hashing, routing", [f"{spent['gateway']:.1f} ms"])
-    line("memory of a replica of the bundled model", [f"{rows[-1]['replica_bytes'] / 2**20:,.0f} MiB"])
+    of_replica = "memory of a replica of the bundled model, 96 cache blocks, plain PyTorch"
+    line(of_replica, [f"{rows[-1]['replica_bytes'] / 2**20:,.0f} MiB"])
     for count, cost in routing.items():
         line(f"processor time of a choice among {count:,} replicas", [f"{cost['microseconds']:,.0f} µs"])
     line("memory of the router's table per block and replica", [f"{routing[1000]['bytes_per_block']:.0f} bytes"])
@@ -40,12 +41,14 @@ def cluster_tables() -> str:
     line(one, [f"{replica['tokens_per_s']:,.0f}"])
     every = "tokens/s, if every replica has two processors and nothing else is a limit"
     line(every, [f"{replica['tokens_per_s'] / 1000:.1f} million"])
-    line("requests/s of one gateway and proxy, a processor each", [f"{1000 / max(proxy_ms, gateway_ms):,.0f}"])
+    through = "requests/s of one gateway and proxy, a processor each, with a choice among 1,000"
+    line(through, [f"{1000 / max(proxy_ms, gateway_ms):,.0f}"])
     needed = REQUESTS_PER_REPLICA * 1000 * (proxy_ms + gateway_ms) / 1000
     line(f"processors for gateways and proxies at {REQUESTS_PER_REPLICA} request/s per replica", [f"{needed:,.0f}"])
     share = f"memory of a gateway's table, {BLOCKS_PER_REPLICA:,} blocks per replica"
     line(share, [f"{1000 * table_bytes / 2**30:.1f} GiB"])
-    line("memory of the replicas together", [f"{1000 * rows[-1]['replica_bytes'] / 2**30:,.0f} GiB"])
+    together = 1000 * rows[-1]["replica_bytes"] / 2**30
+    line("memory of the replicas together, 96 cache blocks each", [f"{together:,.0f} GiB"])
     machine = found["hardware"]["cpu"]["name"]
     weights = "" if is_of_bundled_weights("failover") else f", {EARLIER}"
     about = f"Ray {found['versions']['ray']}, one run, {machine}{weights}. `benchmarks/failover.json`."

@@ -20,12 +20,10 @@ FEW_DRAFTS = 0.03
 
 def speculation(how: Callable[[str, Result], str]) -> str:
     """The section. `how`: writes the line with rounds, machine and versions."""
-    alone, together = load("speculation"), load("speculation_batches")
-    rows, again = (own + others for own, others in zip(_lines(alone), _lines(together), strict=True))
-    parts = [_head(alone, rows), how("speculation", alone), _of_batches(alone, together)]
-    parts += [how("speculation_batches", together), *_by_method(rows), _by_text(rows)]
-    parts += [_prediction(rows), _noise(rows, again), _resting(rows)]
-    parts.append(_larger(load("speculation_0.4b"), how))
+    result = load("speculation")
+    rows, again = _lines(result)
+    parts = [_head(result, rows), how("speculation", result), *_by_method(rows), _by_text(rows)]
+    parts += [_prediction(rows), _noise(rows, again), _resting(rows), _larger(load("speculation_0.4b"), how)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -54,17 +52,6 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         "default, drafts as many tokens as it predicts to pay, and rests where that loses. `likely draft_model` ends a "
         "chain where the product of the draft model's probabilities falls below 0.1, and `suffix or draft_model` asks "
         f"such a draft model where suffix decoding finds fewer than three tokens.{_left_out(rows)}"
-    )
-
-
-def _of_batches(alone: Result, together: Result) -> str:
-    """What is different about the lines of several requests; empty if they were measured at the same revision."""
-    if together["revision"] == alone["revision"]:
-        return ""
-    return (
-        "The lines of several requests were measured at an earlier revision. Beside float32 weights their draft model "
-        "is not quantised (for one request it is in W8A8), and `suffix or draft_model` asks it only where suffix "
-        "decoding finds nothing; its chains do not end early. The rules by which `adaptive` decides have changed since."
     )
 
 

@@ -149,8 +149,7 @@ def drafting_methods(batch: int = 1) -> list[str]:
 
 def _drafted(batch: int) -> list[dict[str, Any]]:
     """The lines of `minillm bench speculation` that were measured with so many requests together."""
-    rows = load("speculation" if batch == 1 else "speculation_batches")["rows"]
-    return [row for row in rows if row["config"]["batch"] == batch]
+    return [row for row in load("speculation")["rows"] if row["config"]["batch"] == batch]
 
 
 def kl(technique: str, budget: float | None) -> float:

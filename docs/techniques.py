@@ -62,7 +62,7 @@ class Row:
     """The condition of the verdict."""
 
 
-RESULTS = ("ablations", "batch", "beside", "latency", "speculation", "speculation_batches", "zoo")
+RESULTS = ("ablations", "batch", "beside", "latency", "speculation", "zoo")
 """The results on this page that were measured with the bundled model."""
 
 SQUEEZE = r"SqueezeLLM, engine\s+([\d.]+) bits\s+KL\s+([\d.]+)"
@@ -212,7 +212,7 @@ ROWS = (
         "2 to 3× (Leviathan et al.)",
         '`speculative_config={"method": "draft_model"}`; `minillm bench speculation`; lessons 10 and 11',
         lambda: speed_up("draft_model"),
-        "Less than claimed: four tokens of this draft cost almost half a step, and verifying them takes 1.7 steps. "
+        "Less than claimed: drafting four tokens takes almost half a plain step, and the rest of such a step 1.7. "
         "Equal outputs.",
         lambda: (
             1 < mean_speed_up("draft_model") < 2
@@ -562,8 +562,9 @@ def page() -> str:
         "<!-- written by docs/techniques.py -->",
         "",
         "Claims are quoted; their models, hardware and batches are others than here, where everything runs on the",
-        "bundled model and a CPU, unless a line names a GPU. KL is in nats per token, against the plain cache, after",
-        "prompts of nearly 2,048 tokens. Figures of lessons are what their solutions recorded; the others are in",
+        "bundled model and a CPU (machine, threads and revision: in the JSON of each figure, and in",
+        "[measured.md](measured.md)), unless a line names a GPU. KL is in nats per token, against the plain cache,",
+        "after prompts of nearly 2,048 tokens. Figures of lessons are what their solutions recorded; the others are in",
         "`benchmarks/*.json` and in the cards of the weights. Caches are compared on "
         f"{load('zoo')['config']['scored_tokens']} held-out tokens, recall on few definitions for each distance.",
         "Speed-ups of drafting methods are of fp32 and, where nothing else is said, one request, with four drafts in",
@@ -579,9 +580,10 @@ def page() -> str:
         lines.append(f"| {row.name} | {row.claim} | {row.command} | {row.figure()} | {row.verdict} |")
     lines += [
         "",
-        "Cache techniques at equal bytes, mean KL ± its standard error. For `squeezed` these are the bytes that a",
+        "Cache techniques at equal bytes (up to 5% more), as shares of a float16 cache; mean KL ± its standard error,",
+        "against a float32 cache. For `squeezed` these are the bytes that a step reads; it stores everything.",
     ]
-    lines += ["step reads; it stores everything.", "", *table_head(["budget", "closest", "then"])]
+    lines += ["", *table_head(["budget", "closest", "then"])]
     for budget in BUDGETS:
         first, *others = closest(budget)
         lines.append(f"| {budget:.1%} | {first} | {', '.join(others[:3])} |")

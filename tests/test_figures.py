@@ -152,7 +152,7 @@ def test_unlike_limits_of_a_processor_are_named_until_it_is_measured_again(
 def test_the_speed_of_a_drafting_method_is_the_mean_over_its_own_lines(figures: ModuleType) -> None:
     ratios = [
         row["ratio"]
-        for row in figures.load("speculation_batches")["rows"]
+        for row in figures.load("speculation")["rows"]
         if (row["system"], row["config"]["weights"], row["config"]["batch"]) == ("ngram, adaptive", "int8", 4)
     ]
     table = figures.measured().split("| int8 | 1 request |")[1].split("\n\n")[0]
@@ -173,8 +173,7 @@ def test_plain_decoding_that_was_measured_twice_tells_the_noise_and_is_no_method
         for ratio in (0.5, 0.96, 0.98, 9.0)
     ]
     real: Callable[[str], dict[str, Any]] = results.load
-    given = {"speculation": measured, "speculation_batches": real("speculation_batches") | {"rows": []}}
-    monkeypatch.setattr(page, "load", lambda file: given.get(file) or real(file))
+    monkeypatch.setattr(page, "load", lambda file: measured if file == "speculation" else real(file))
     text = page.speculation(lambda file, result: "")
     assert "is below 0.97× in 2 of 4 lines, 1 of them with their whole interval, its slowest one at 0.50×." in text
     assert "plain, again" not in text and "9.00" not in text
@@ -322,7 +321,7 @@ def test_kinds_of_text_that_were_left_out_are_named(
     results: ModuleType, figures: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = importlib.import_module("speculation_page")
-    less = copy.deepcopy(results.load("speculation_batches"))
+    less = copy.deepcopy(results.load("speculation"))
     absent = {("edits", "int8", 4), ("long files", "int8", 4)}
     less["rows"] = [
         row
@@ -331,6 +330,6 @@ def test_kinds_of_text_that_were_left_out_are_named(
         and (row["config"]["slice"], row["config"]["weights"], row["config"]["batch"]) not in absent
     ]
     real: Callable[[str], dict[str, Any]] = results.load
-    monkeypatch.setattr(page, "load", lambda file: less if file == "speculation_batches" else real(file))
+    monkeypatch.setattr(page, "load", lambda file: less if file == "speculation" else real(file))
     text = page.speculation(lambda file, result: "")
     assert "Not measured: edits, long files with int8 weights and 4 together." in text

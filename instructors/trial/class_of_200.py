@@ -1,6 +1,6 @@
 """Grade a made-up class of 200 with one command, and compare every status with the right one.
 
-    python -m instructors.trial.class_of_200 --folder /tmp/class --jobs 1 --table attempts.md
+    python -m instructors.trial.class_of_200 --folder /tmp/class --jobs 1
 
 Some hand in each lesson's solutions, blank or disarranged notebooks, and files that are no notebooks. Some make every
 mistake that is planted in the exercises, one per exercise and notebook. The rest try what `attempts` lists. The exit

@@ -27,7 +27,7 @@ BENCHMARKS = {
     "completion": "code completion in Jupyter: from a key to the suggestion, first key, next key, and after a burst",
     "serve": "the HTTP server with 32 clients, compared with the offline engine",
     "gpu": "all GPU checks and timings, in under eight minutes",
-    "threads": "decoding with 1, 2, 4 and 8 threads on an idle machine, a busy one, and under a CPU quota",
+    "threads": "decoding with 1, 2, 4 and 8 threads, alone, beside busy processes, and under a CPU quota",
     "parallel": "one model split over 1, 2 and 4 processes: time in computing and in waiting for each other",
     "processors": "the compiled step compiled for other processors, compared with PyTorch on the same instructions",
     "quality": "the loss in quality of every quantised cache and weight scheme, compared with float32",

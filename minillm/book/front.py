@@ -18,7 +18,7 @@ html_theme.sidebar_secondary.remove: true
 ---
 # How fast LLM inference works
 
-An LLM inference engine small enough to read in an afternoon, and {count} lessons in which you watch it run, take it
+An LLM inference engine whose core you can read in an afternoon, and {count} lessons in which you watch it run, take it
 apart and build each part. Below, the engine answers prompts while you watch: requests own blocks of the KV cache, a
 small model guesses tokens, and the large one accepts or rejects them.
 

@@ -218,8 +218,8 @@ temperature 1:
 
 {table(("Text", "Tokens", "Top-1 agreement", "Σ min(p, q)"), rows)}
 
-With {gamma} drafts per round at temperature 0 the target gains **{e["greedy_tokens_per_forward"]:.2f} tokens** per
-forward (measured by replay on its own greedy text; before distillation {before["greedy_tokens_per_forward"]:.2f}).
+With {gamma} drafts per round at temperature 0 a forward of the target yields **{e["greedy_tokens_per_forward"]:.2f}
+tokens** (measured by replay on its own greedy text; before distillation {before["greedy_tokens_per_forward"]:.2f}).
 At temperature 1 expect about {expected:.2f} (modelled: (1 − α^{gamma + 1}) / (1 − α) with α = {alpha:.3f}, as if every
 token were equally easy). In the greedy text {e["greedy_repetition"]:.0%} of the 8-token spans repeat an earlier one,
 which makes it easier to guess than real code."""

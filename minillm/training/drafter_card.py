@@ -48,9 +48,16 @@ it was not trained on. At temperature 0, then at temperature 1 (Σ min(p, q)):
 
 {table(("Text", "Temperature", *_positions(facts), "tokens per round"), _acceptance_rows(facts))}
 
-Tokens per round is 1 + Σᵢ Πⱼ≤ᵢ αⱼ for all drafts, averaged over all places of the text, not over those where rounds
-begin. The numbers here are also in `training.json`. `minillm train --stages {method}` trains such a drafter.
+Tokens per round is {_tokens_per_round(facts)},
+averaged over all places of the text, not over those where rounds begin. The numbers here are also in
+`training.json`. `minillm train --stages {method}` trains such a drafter.
 """
+
+
+def _tokens_per_round(facts: dict[str, Any]) -> str:
+    """Their formula, in terms of the acceptance table."""
+    sure = " (draft 1 is the target's own next token, and always accepted)" if facts["sure_drafts"] else ""
+    return f"{1 + facts['sure_drafts']} + Σᵢ Πⱼ≤ᵢ αⱼ over the drafts above{sure}"
 
 
 def _roots(facts: dict[str, Any]) -> str:
