@@ -204,7 +204,9 @@ reveal("l00.waste", 100 * busiest.waste_slots / slots)
 # %% [markdown]
 # **Does any of this change the text?** At temperature 0, which always takes the most probable token, no. An engine
 # without drafts, and engines with pages of 4 and of 64 tokens, generate the same tokens from the same prompts. Only the
-# number of forwards and the number of empty slots differ.
+# number of forwards and the number of empty slots differ. (A forward over five tokens may add numbers in another order
+# than one over a single token, so the last digits of its results differ. Where two tokens are almost equally probable,
+# that can change the text: hardly ever with the 32-bit numbers used here, more often with 16 bits.)
 
 
 # %%
@@ -254,7 +256,9 @@ claim("A request on its own gains more from drafts than three together.", alone 
 # With one request at a time, a forward over one token reads all weights and does little arithmetic with them, so
 # verifying four drafts costs far less than four more forwards. With three requests, each forward already serves all
 # three, and verifying fifteen tokens is real work for a few cores. **Speculative decoding uses arithmetic that would
-# otherwise be idle. Where none is idle, it gains nothing.**
+# otherwise be idle. Where none is idle, it loses time:** verifying costs nearly as much as the forwards that it saves,
+# and drafting comes on top. So by default the engine drafts only as many tokens as pay. Here that is switched off
+# (`"adaptive": False`); lesson 11 is about it.
 #
 # ### Where it loses
 #
@@ -399,8 +403,9 @@ show(CachePagesView(tight_trace), step=first_preemption(tight_trace).step)
 #    ends.
 # 3. A draft model proposes tokens, the target verifies several of them in one forward, and rejected ones are taken back
 #    by lowering a counter; nothing is erased.
-# 4. At temperature 0, drafts, page sizes and preemption do not change the text: you tested all three. With sampling,
-#    drafts leave its distribution unchanged.
+# 4. At temperature 0, drafts, page sizes and preemption do not change the text, unless rounding decides between two
+#    tokens that are almost equally probable: you tested all three. With sampling, drafts leave its distribution
+#    unchanged.
 # 5. Drafts save forwards of the target and cost forwards of the draft model. Whether that is faster has to be measured.
 #
 # **Next:** lesson 1 builds the simplest engine, from attention to a generated text, and shows what it costs.

@@ -707,9 +707,10 @@ LineChart(
 
 # %% [markdown]
 # **Where BMC wins, and where it loses.** With a kernel that works on the whole buffer, both extremes are slow and a
-# middle `r` wins: your cost model has the shape of a U, and $\sqrt N$ is a fair guess for its minimum. The bottom of
-# the U is flat: by the formula, half or twice the best `r` adds only a quarter to the cost of copies, allocations and
-# empty rows. So an answer that far from the computed one is nearly as good.
+# middle `r` wins: your cost model has the shape of a U. Where copying a row costs about as much as an empty row, as here,
+# $\sqrt N$ is a fair guess for its minimum. The bottom of the U is flat: by the formula, half or twice the best `r` adds
+# only a quarter to the cost of copies, allocations and empty rows. So an answer that far from the computed one is nearly
+# as good.
 #
 # With a view there is no U, because empty rows cost no arithmetic. A larger `r` saves copies, but at `r = 16` only
 # 4,416 rows are copied in all, while attention reads 73,920: beyond that little is left to save. *Preallocate + view*
@@ -732,7 +733,7 @@ LineChart(
 
 # %%
 class StalePosition(KVCache):
-    """`pos += 1` in every layer instead of once per token: layer l of token t lands in row t·L + l."""
+    """`pos += 1` in every layer instead of once per token: with L layers, layer l of token t lands in row t·L + l."""
 
     writes = 0
 
@@ -874,7 +875,7 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 # |---|---|---|
 # | "caching avoids recomputing the entire attention matrix" | right for the old rows of the matrix; its newest row is still computed at every step, and what is saved in short texts is mostly the linear layers of the old rows | first chart: the dashed line rises |
 # | KV bytes = 2 · layers · heads · (hidden / heads) · 2; Llama-2-70B at 4096 tokens needs 80 GB | KV heads, not query heads: 1.34 GB | exercise 3 |
-# | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer reads rows that it never wrote (the first layer from the second token on, the others at once), and a buffer for 1024 tokens is full after 1024 / L | `StalePosition` |
+# | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer reads rows that it never wrote (the first layer from the second token on, the others at once), and a buffer for 1024 tokens is full after 1024 / L tokens (L layers) | `StalePosition` |
 # | BMC: up to 3.2× over the transformers baseline | its baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with | second measurement |
 #
 # **Find the mistakes.** The tutorial of the first claim decodes like this (paraphrased):

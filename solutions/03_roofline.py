@@ -212,8 +212,9 @@ LineChart(
 # of speculative decoding.
 #
 # (The dashed line is the ridge of products in bf16; exercise 4 explains it. It also holds for INT8 *weights* that are
-# dequantised to bf16 first. With INT8 *products*, which an H100 does twice as fast (data sheet), the ridge is at 591,
-# and INT8 needs about as many rows as bf16.)
+# dequantised to bf16 first. With INT8 *products*, which an H100 does twice as fast (data sheet), the ridge is at 591, and
+# INT8 needs about as many rows as bf16. The fp32 line is there for its shape: fp32 products are slower, so their ridge is
+# further to the left.)
 #
 # ### Exercise 3: intensity of attention
 #
@@ -333,11 +334,10 @@ Roofline(
 )
 
 # %% [markdown]
-# On an H100, fetching one byte takes as long as **295 operations**. Decoding one request at a time uses at most about a
-# three-hundredth of its arithmetic, and all parts of decoding, even for 64 requests together, lie on the slope.
-# That is why so much of this course is about bytes. Note also that 64 requests do not move the whole step 64 times as
-# far to the right: at 4096 tokens each, their caches have twice the bytes of the weights, and each is read for one
-# request only.
+# On an H100, fetching one byte takes as long as **295 operations**. Decoding one request at 4096 tokens can use about one
+# part in 270 of its arithmetic, and all parts of decoding, even for 64 requests together, lie on the slope. That is why
+# so much of this course is about bytes. Note also that 64 requests do not move the whole step 64 times as far to the
+# right: at 4096 tokens each, their caches have twice the bytes of the weights, and each is read for one request only.
 #
 # Your machine has other limits. Measure them.
 #
@@ -412,7 +412,7 @@ attention_points = [attention_point(config, 8, n, attended[n], f"{n} tokens") fo
 shares = {rows: p.rate / here.attainable(p.intensity) for rows, p in zip(rows_tried, linear_points, strict=True)}
 print("share of the roof, linear layers, by rows: " + ", ".join(f"{n}: {share:.0%}" for n, share in shares.items()))
 print("time against 1 row, linear layers: " + ", ".join(f"{n} rows {took[n] / took[1]:.1f}×" for n in rows_tried[1:]))
-claim("Two rows take less than 1.8 times as long as one.", took[2] < 1.8 * took[1], measured=True)
+claim("Four rows take less than 1.8 times as long as two.", took[4] < 1.8 * took[2], measured=True)
 claim("64 rows take more than twice as long as one.", took[64] > 2 * took[1], measured=True)
 farthest = min(p.rate / here.attainable(p.intensity) for p in attention_points)
 claim(
@@ -426,7 +426,9 @@ Roofline(f"The parts of {name} on this machine", here, linear_points + attention
 # What the picture shows, from left to right:
 #
 # * **The linear layers follow the slope.** The first few additional rows cost little (see the lines above the picture):
-#   memory is the limit. Right of the ridge every further row takes more time: arithmetic is the limit.
+#   memory is the limit. (One row and two take the same time for another reason: the engine computes a single row as two
+#   equal ones, because that is faster than a product of a matrix and a vector. So compare two with four.) Right of the
+#   ridge every further row takes more time: arithmetic is the limit.
 # * **They lie below the roof, on the slope too.** The roof is what the fastest kernel reaches, often a copy, which does
 #   nothing but move bytes. A product of a few rows also multiplies and adds what it loads, and it does not overlap
 #   memory and arithmetic perfectly, least of all near the ridge, where both limits nearly apply. A better kernel can
@@ -690,8 +692,9 @@ Roofline("The same attention with fewer KV heads, on this machine", here, points
 
 # %% [markdown]
 # The points move to the right, and up: the same operations over fewer bytes. (The bytes would give 3 and 6 times. The
-# gain can be smaller, because the operations stay the same, or larger where the smallest KV cache fits into the
-# processor's cache.)
+# gain can be smaller, because the operations stay the same. It can be larger, because a smaller KV cache may stay in the
+# processor's cache, and because the query heads of a group are rows of one matrix product, which uses a core better than
+# a product for each head.)
 #
 # Now the whole step, where attention is only a part. Each line is the time with 6 KV heads divided by the time with
 # fewer. The dashed line is the ratio of the bytes for 1 KV head and 8 requests. It is no limit: in plain PyTorch a byte

@@ -160,8 +160,8 @@ check("l07.share_budget")
 #
 # What is left of the budget goes to the waiting requests. Three things can run out: seats, tokens and blocks.
 #
-# * A request is admitted only if blocks are free for **all** of its tokens, though only a chunk is computed now.
-#   Otherwise it is admitted, finds no blocks for its second chunk, is preempted, and its work is lost.
+# * A request is admitted only if blocks are free for **all** of its tokens, though only a chunk is computed now. Without
+#   this rule it could be admitted, find no blocks for its second chunk, be preempted, and lose its work.
 # * The first request in the queue that cannot be admitted **blocks those behind it**. Letting a short one overtake
 #   would fill an empty seat. But short requests keep arriving, and the long one would never find enough free blocks.
 
@@ -500,13 +500,13 @@ claim("The smaller the budget, the smaller the largest step.", largest == sorted
 claim("The smaller the budget, the more steps the eighth waits.", waits == sorted(waits))
 
 # %% [markdown]
-# With a large budget the eighth request is served at once, and the text of all others stops for the length of a
-# 600-token forward. With a small budget the others continue in short steps, and the eighth waits for more of them.
-# (Steps are not seconds: a small step is shorter. All of them together compute the same 600 tokens of the prompt, and
-# what the others decode meanwhile; but each has a fixed cost.) Your `share_budget` ensures that no decoding
-# request is left out. Servers that promise a **[time per output
-# token](glossary.md#tpot)** choose the budget by it; those that promise a **[time to first token](glossary.md#ttft)**
-# make it large.
+# With a large budget the eighth request is served at once, and the text of all others stops for the length of a 600-token
+# forward. With a small budget the others continue in short steps, and the eighth waits for more of them. (Steps are not
+# seconds: a small step is shorter. All of them together compute the same 600 tokens of the prompt, and what the others
+# decode meanwhile; but each has a fixed cost. With a budget of 16 the eighth gets nine tokens a step, and all 16 once the
+# seven have ended, which is why it does not wait for ⌈600 / 9⌉ steps.) Your `share_budget` ensures that no decoding
+# request is left out. Servers that promise a **[time per output token](glossary.md#tpot)** choose the budget by it; those
+# that promise a **[time to first token](glossary.md#ttft)** make it large.
 #
 # ### Preemption
 #

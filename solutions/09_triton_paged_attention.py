@@ -292,8 +292,8 @@ tiles_of(*seen[-1])
 #
 # $$L = \log \sum_j e^{s_j} = m + \log l$$
 #
-# You need not write the same lines again. Here are two functions made of lines of `decode_kernel`; a kernel may call another
-# `@triton.jit` function.
+# You need not write the same lines again. Here are two functions made of lines of `decode_kernel` (those that exercise 2
+# asks for, so do that one first); a kernel may call another `@triton.jit` function.
 
 
 # %%
@@ -464,10 +464,10 @@ both
 # writes them to memory. So the cache is smaller, but a step moves *more* bytes than with a 16-bit cache that is read in
 # place. A kernel can load the codes and dequantise them in registers, so that only the codes and scales move.
 #
-# All channels of a key share one scale. A key with the codes $c$ and the scale $\sigma$ is $\sigma\,c$, so its scale is
-# a factor of the *score*: $q \cdot (\sigma\,c) = \sigma\,(q \cdot c)$. For each query head, multiply BLOCK_SIZE scores
-# by the scales of the keys, instead of BLOCK_SIZE · DIM elements of the keys. (These scales are at `k_scale_ptr`; the
-# argument `scale` is still 1 / √DIM.) For the values, multiply the rows (or their weights).
+# All channels of a key share one scale. A key with the codes $c$ and the scale $\sigma$ is $\sigma\,c$, so its scale is a
+# factor of the *score*: $q \cdot (\sigma\,c) = \sigma\,(q \cdot c)$. Multiply the GROUP · BLOCK_SIZE scores by the scales
+# of the keys, instead of BLOCK_SIZE · DIM elements of the keys. (These scales are at `k_scale_ptr`; the argument `scale`
+# is still 1 / √DIM.) For the values, multiply the rows (or their weights).
 #
 # The rest is given again. Write the five or six lines between computing the addresses and storing the result.
 
@@ -702,7 +702,8 @@ for tokens_in_prompt in (16, 512, 4096):
 
 # %% [markdown]
 #   The engine's own kernel and FlashAttention do this: they put several queries into one tile.
-# - *Short requests.* With a few hundred tokens the launch takes longer than the reading, and parts add a second launch.
+# - *One short request.* A few hundred tokens are about a megabyte per layer here, which an H100 reads in less than a
+#   microsecond (modelled). A launch takes several, and parts add a second one.
 # - *Many requests.* With 32 requests of similar length and 8 KV heads there are 256 programs already, and parts only add bytes.
 # - *Tensor cores.* `tl.sum` of products uses none. As long as few queries share a key, reading is the bottleneck and that
 #   does not matter. When several queries share each key (a group of 8, or drafts to verify), `tl.dot` on a tile of queries
@@ -827,7 +828,7 @@ for users, context in ((1, 512), (1, 4096), (64, 4096)):
     best, worst = ((WEIGHTS + plain) / (WEIGHTS + x) for x in (inside, outside))
     speeds[users, context] = best, worst
     print(
-        f"{users:2} users of {context:4} tokens: INT8 in the kernel {best:.2f}×, dequantised first {worst:.2f}× the speed"
+        f"{users:2} {'user, ' if users == 1 else 'users,'} {context:4} tokens each: INT8 in the kernel {best:.2f}×, dequantised first {worst:.2f}× the speed"
     )
 
 claim(
@@ -839,11 +840,12 @@ claim("With one user and a short context it gains less than 1%.", speeds[1, 512]
 # %% [markdown]
 # | claim | what holds | how it is known |
 # |---|---|---|
-# | FlashAttention-like kernels reduce the bandwidth used | much in a prefill, whose scores grow with n²; when decoding, the keys and values must be read in any case, and only the scores are saved | counted |
+# | FlashAttention-like kernels reduce the bandwidth used | much in a prefill, whose scores grow with n²; when decoding, the keys and values must be read in any case, and only the scores are saved | decoding: counted above; prefill: by the n² scores, not counted here |
 # | INT8 keys and values: 1.0×, memory only | true for one user with a short context, where nearly all bytes read are weights. With many users it gains if the kernel reads the codes, and *loses* if they are dequantised first | modelled by bytes, above |
 # | PagedAttention makes one stream faster | no: walking a block table moves about as many bytes as reading a contiguous cache. Reading the table costs next to nothing, and gains nothing | counted above |
 #
-# If you have a GPU, the cell about achieved bandwidth *measures* these ways.
+# If you have a GPU, the cell about achieved bandwidth *measures* four ways: gathering first, walking the table, walking
+# it in parts, and INT8 in the kernel. It times no contiguous cache, and no INT8 that is dequantised first.
 #
 # **Papers.** Milakov & Gimelshein 2018, *Online normalizer calculation for softmax*. Dao et al. 2022, *FlashAttention*.
 # Dao et al. 2023, *Flash-Decoding for long-context inference*. Kwon et al. 2023, *PagedAttention* (section 5 has the

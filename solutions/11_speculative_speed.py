@@ -175,9 +175,9 @@ claim(
 # needed. Where none is needed, the step is a plain one, and the tokens per forward are fewer than those per round.)
 #
 # * The **conditional acceptance** of a position counts only drafts that were judged. Use it in the formula.
-# * The **[marginal acceptance](glossary.md#marginal-acceptance)** divides by all rounds. If all rounds have γ drafts,
-#   it is the product of the conditional ones up to the position. vLLM reports it. It *must* fall from position to
-#   position, even if the draft is equally good at each.
+# * The **[marginal acceptance](glossary.md#marginal-acceptance)** divides by all rounds. If all rounds have γ drafts, it
+#   is the product of the conditional ones up to the position. vLLM reports it. It can only fall from position to
+#   position, even if the draft is equally good at each, and stays equal only where every draft is accepted.
 # * **Accepted / drafted** depends on γ: a larger γ adds drafts that are never judged. It says little about the draft.
 #
 # ### Exercise 2: the best number of drafts
@@ -766,19 +766,20 @@ claim(
 # above the tokens per forward is noise, because no round is shorter than a plain step.) With eight requests and n-grams
 # on docstrings, by the prices it does not lose as much (by the clock the difference may be larger or smaller). With the
 # draft model it may give up a gain: here that model's drafts are accepted more often than the rule assumes at first
-# (70%), and a predicted gain below 7% counts as none. So it can be slower than always four drafts, and even than none,
-# although none is one of its choices. In a short run its estimates are still guesses. Deciding takes time, so a
-# decision to draft holds for 16 steps while the same requests decode. And to find out whether drafts are accepted it
+# (70%), and it drafts only where it predicts to gain 5% or more. So it can be slower than always four drafts, and even
+# than none, although none is one of its choices. In a short run its estimates are still guesses. Deciding takes time, so
+# a decision to draft holds for 16 steps while the same requests decode. And to find out whether drafts are accepted it
 # must draft some.
 #
-# It is no better than its prices and its estimates. The prices are timed on steps in which all requests draft alike. In
-# a mixed step the formula takes a line between them, but the draft model runs its forward even if only one request
-# drafts, and after a pause it must first read the tokens that it missed. So the engine's rule also compares: it times
-# its own steps, those with drafts and those without just before or after them, and corrects by that what the prices say
-# drafts add. (An engine with adaptive drafting times the prices itself when it starts. To have steps to compare, it
-# makes six steps without drafts now and then: first after 8 steps with drafts, then after 16, and so on, doubling up to
-# 256. And once drafts have cost four plain steps more than they saved, it drafts nothing until that is paid back. The
-# runs above were given the prices, and have no such turns.)
+# It is no better than its prices and its estimates. The prices are timed on steps in which all requests draft alike. In a
+# mixed step the formula takes a line between them, but the draft model runs its forward even if only one request drafts,
+# and after a pause it must first read the tokens that it missed. So the engine's rule also compares: it times its own
+# steps, each one with drafts against those without shortly before it, and corrects by that what the prices say drafts
+# add. (An engine with adaptive drafting times the prices itself when it starts. To have steps to compare, it makes eight
+# steps without drafts now and then: first after 8 steps with drafts, then after 16, and so on, doubling up to 256. And
+# once drafts have cost eight plain steps more than they saved, it drafts nothing for some hundred plain steps per step
+# lost, so that in the long run drafting costs about 1% at most. The runs above were given the prices, and only decide by
+# them: they neither make such steps nor rest.)
 #
 # ### The literature's claims
 #

@@ -284,7 +284,8 @@ def sink_view(block_table: list[int], num_tokens: int, block_size: int, most: in
 
     block_table: block ids of the request; it has room for the drafts behind the newest token
     num_tokens:  tokens of the request; the newest, with index num_tokens - 1, is the one that the draft step computes
-    most:        how many of the blocks *before* the newest token's block are kept: block 0, and the newest ones
+    most:        at least 1; how many of the blocks *before* the newest token's block are kept: block 0, and the newest
+                 ones; all of them, if there are no more
 
     Example: sink_view([7, 3, 9, 4, 8, 2, 6], 22, 4, 2) is ([7, 8, 2, 6], 9, 12), as in the drawing.
     """
@@ -539,9 +540,10 @@ claim(
 #
 # $$x \approx \text{zero} + \text{scale} \cdot \left(u + \frac{l}{16}\right) \qquad u \in 0 \ldots 15,\quad l \in -8 \ldots 7$$
 #
-# The upper code is the *nearest* step, so the rest lies between −½ and ½ steps, and the lower code counts it in sixteenths.
-# (Splitting an 8-bit code into two halves would not do: its upper half is rounded *down*, so the draft would be off by up to
-# a whole step, always to the same side.)
+# The upper code is the *nearest* step, so the rest lies between −½ and ½ steps, and the lower code counts it in
+# sixteenths. (If an 8-bit code is simply split, its upper half is rounded *down*: read as it is, the draft is off by up
+# to a whole step, always to the same side, unless the reader adds half a step. The nearest step is an ordinary INT4
+# code.)
 
 
 # %%
@@ -592,7 +594,9 @@ claim(
 #
 # Your codes in the engine: the layout `paged_two_level` with your function inside, and the engine's own. Then three
 # drafters of the method `self_quant`: only the draft's weights in four bits, only its cache, or both. The engines run in
-# plain PyTorch here, because your function cannot be compiled into the step.
+# plain PyTorch here, because your function cannot be compiled into the step. (The paper quantises keys per channel, in
+# groups of 128 tokens, and keeps the newest tokens in 16 bits. This layout quantises each token as it comes, so the
+# numbers below are no verdict on the paper.)
 
 # %%
 from minillm.teaching.workshop import l12_levels as levels

@@ -258,9 +258,9 @@ claim("Loaded or computed: the request writes the same text.", after.outputs[0].
 # ### Exercise 2: the overlap split
 #
 # While the link sends, the processor waits. KVPR (Jiang et al. 2024) lets it work. Beside keys and values it stores the
-# **[activations](glossary.md#activations)**: the inputs of the layers. From an activation, key and value follow by one
-# small product, without attention and without the MLP. So send the activations of the first *l* tokens, and while the
-# processor recomputes their keys and values, send those of the others:
+# **[activations](glossary.md#activations)**: the inputs of the layers. From an activation, key and value follow by the
+# layer's norm, one small product and, for the key, the rotation: no attention and no MLP. So send the activations of the
+# first *l* tokens, and while the processor recomputes their keys and values, send those of the others:
 #
 # ```text
 # link      activations 0 … l-1 │ keys and values l … n-1 ──────────────►
@@ -515,8 +515,8 @@ claim("In the first layer the moved keys are right, up to rounding.", off[0] < 1
 claim("In deeper layers they are not.", min(off[1:]) > 10 * off[0], of_model=True)
 
 # %% [markdown]
-# That is the price. The first layer's keys depend on the token and its position alone. In deeper layers they depend on
-# what the token attended to, and that was the text *before* the edit. So PIE is **approximate**. By how much? The [KL
+# That is the price. The first layer's keys depend on the token and its position alone. In deeper layers keys *and values*
+# depend on what the token attended to, and that was the *old* text. So PIE is **approximate**. By how much? The [KL
 # divergence](glossary.md#kl-divergence) compares the predictions at the end of the text with those of a plain request.
 
 # %%
@@ -727,8 +727,8 @@ claim(
 # * *KVPR* loses wherever activations are not smaller than keys and values: with most models that have grouped heads, as
 #   nearly all newer ones do (exercise 2).
 # * *PIE* gains little near the end of a text, or loses: there the suffix is short. And it is approximate: the suffix
-#   remembers the text before the edit. The edits of exercise 3 are mild, and far from the tokens that are scored. If a
-#   variable is renamed, later tokens still remember the old name; that is not measured here.
+#   remembers the old text. The edits of exercise 3 are mild, and far from the tokens that are scored. If a variable is
+#   renamed, later tokens still remember the old name; that is not measured here.
 # * *MatKV* loses quality: no document knows of another one.
 #
 # ## Break it
@@ -797,8 +797,8 @@ claim(
 #   prefix now gets approximate keys. A salt prevents this.
 #
 # The engine's `DocumentStore` puts all of it into the name of the file: a hash of the format, a sample of every weight
-# tensor, the dtype, the quantisation and the tokens. An entry that does not fit is simply not found. And it always uses
-# a salt.
+# tensor (training changes nearly all weights, so a sample shows it; one weight edited by hand may not), the dtype, the
+# quantisation and the tokens. An entry for which any of these differs is not found. And it always uses a salt.
 #
 # ## In the field
 #
@@ -838,8 +838,8 @@ store_folder.cleanup()
 #    / (compute time of a token − load time of a token) tokens.
 # 2. A link and a processor can work at the same time: recompute as many tokens as makes both end together, if
 #    activations are smaller than keys and values. With grouped heads they mostly are not.
-# 3. A rotation moves keys to another position, exactly. It does not change what a token had attended to when its key
-#    was computed, so keys of deeper layers stay approximate.
+# 3. A rotation moves keys to another position, exactly. It does not change what a token had attended to when its key was
+#    computed, so keys and values of deeper layers stay approximate.
 # 4. An entry fits if text, weights, dtype and format are equal; it is exact only if the same text was before it.
 # 5. What is approximate must never be found by a request that did not ask for it.
 #

@@ -12,11 +12,11 @@
 # **Question.** *A programmer stops typing for a moment. Can one core of a CPU add 24 tokens to the code in a tenth of a
 # second?*
 #
-# A person perceives a tenth of a second as about "at once". A source of this course promises "sub-100 ms inference" and
-# does not say of what. So define it first: **24 new tokens after a prompt of 200 tokens, one request, greedy decoding, one
-# thread, from the call with the prompt to the returned text.** **Cold** means that the engine has never seen this prompt,
-# **warm** that it has just completed it, as when an editor asks again in the same file. Everything counts: tokenising,
-# queueing, the prompt, the new tokens, Python, detokenising.
+# A person perceives a tenth of a second as about "at once". Articles promise "sub-100 ms inference" and do not say of
+# what. So define it first: **24 new tokens after a prompt of 200 tokens, one request, greedy decoding, one thread, from
+# the call with the prompt to the returned text.** **Cold** means that the engine has never seen this prompt, **warm**
+# that it has just completed it, as when an editor asks again in the same file. Everything counts: tokenising, queueing,
+# the prompt, the new tokens, Python, detokenising.
 #
 # You start with plain PyTorch and repeat one loop six times: **predict** where the time goes, **measure** it, choose
 # a large part, change it, measure again. Several of the lessons before this one come back as a bar of a picture. One
@@ -60,12 +60,12 @@ print("\n".join(prompt.splitlines()[-4:]) + "⟨" + output.outputs[0].text + "�
 # 1. In plain PyTorch, cold, 200 tokens go through the model together, then 23 times one token. What percentage of the time
 #    does the *[prompt](glossary.md#prefill)* take?
 # 2. How many PyTorch operations does one decode step call? (8 layers; each has norms, four matrices, RoPE, attention.)
-# 3. At the end of the lesson, how many times faster is the cold completion?
+# 3. At the end of the lesson, how many times as fast is the cold completion?
 
 # %%
 predict("l15.prompt_share", None, unit="percent")
 predict("l15.calls", None, unit="operations")
-predict("l15.faster", None, unit="times")
+predict("l15.faster", None, unit="times as fast")
 
 # %% [markdown]
 # ## Build and see
@@ -339,12 +339,12 @@ for label, size in traffic.items():
 del eager_int8
 
 # %% [markdown]
-# **It loses.** PyTorch has no public operation that multiplies float32 activations by INT8 weights. So separate operations
-# dequantise the weights first. The cast reads a byte and writes four, the scaling reads and writes four, and the product
-# reads four. That is four times as many bytes as before (many of them in caches, or it would be worse), and more calls. The
-# checkpoint is smaller, but the step is not faster. *Quantisation saves bytes only where the dequantising happens inside
-# the loop that multiplies.* With eager PyTorch's operations you cannot write that loop (a compiler such as
-# `torch.compile` may generate it). With numba you can.
+# **It loses.** PyTorch has no public operation that multiplies float32 activations by INT8 weights without quantising the
+# activations, too. So separate operations dequantise the weights first. The cast reads a byte and writes four, the
+# scaling reads and writes four, and the product reads four. That is four times as many bytes as before (many of them in
+# caches, or it would be worse), and more calls. The weights take less memory, but the step is not faster. *Quantisation
+# saves bytes only where the dequantising happens inside the loop that multiplies.* With eager PyTorch's operations you
+# cannot write that loop (a compiler such as `torch.compile` may generate it). With numba you can.
 #
 # ### Exercise 3: your own product
 #
@@ -495,7 +495,7 @@ compiled = LLM(name, **options)
 print(f"ready after {time.perf_counter() - began:.1f} s (compiled once, then loaded from disk)")
 seconds = race({"plain": plain, "compiled": compiled})
 gains = {part: seconds["plain"][part] / seconds["compiled"][part] for part in ("prefill", "target")}
-print(f"the new tokens are {gains['target']:.1f} times faster, the prompt {gains['prefill']:.1f} times")
+print(f"the new tokens are {gains['target']:.1f} times as fast, the prompt {gains['prefill']:.1f} times")
 claim("The compiled step makes both parts faster.", min(gains.values()) > 1, measured=True)
 claim(
     "The new tokens gain more than twice as much by it as by your own product.",
@@ -704,7 +704,7 @@ seconds = race(w8a8_engines)
 draft_rows = [Latency("W8A8", seconds["W8A8"]), Latency("W8A8 + draft", seconds["W8A8 + draft"], "W8A8")]
 gain = draft_rows[0].total / draft_rows[1].total
 print(f"the whole completion: {gain:.2f}×")
-claim("The gain is below the 2 to 2.8 times that articles promise (quoted).", gain < 2, measured=True)
+claim("The gain is below the 2 to 2.8 times that are often promised.", gain < 2, measured=True)
 LatencyWaterfall("Step 5: a draft model on top", draft_rows)
 
 # %%
@@ -848,12 +848,13 @@ claim(
 )
 
 # %% [markdown]
-# How to read it. A prompt near its floor computes about as fast as anything measured in this lesson. That need not be
-# the processor's peak, so a better kernel might still gain; fewer operations, or cheaper ones, should gain in any case.
-# The time above the floor probably goes to attention and norms, which do not reach these rates, and to the many places
-# in a step where one operation must finish before the next can start, which no count of bytes includes. And where the
-# bandwidth printed for W8A8 is that of numbers which stay in the processor's cache, the floor of its tokens is lower than
-# weights that come from memory allow. "The rest" is mostly Python and tokenising, which no floor here includes either.
+# How to read it. A prompt near its floor computes about as fast as anything measured in this lesson. That need not be the
+# processor's peak, so a better kernel might still gain; fewer operations, or cheaper ones, should gain in any case. Where
+# the highest rate is that of whole prompts, the prompt's floor contains attention and norms already. A token's time above
+# its floor probably goes to attention and norms, which move few bytes, and to the many places in a step where one
+# operation must finish before the next can start, which no count of bytes includes. And where the bandwidth printed for
+# W8A8 is that of numbers which stay in the processor's cache, the floor of its tokens is lower than weights that come
+# from memory allow. "The rest" is mostly Python and tokenising, which no floor here includes either.
 #
 # What would you do next? Look at the largest part, which the cell under *Measure* prints, and at its distance from its
 # floor. A second thread speeds up the green and blue parts (target and prefill), but not the yellow one (Python).

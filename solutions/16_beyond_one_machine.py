@@ -159,9 +159,10 @@ print(f"x {list(x.shape)} → on each rank {list(inner[0].shape)} → sum {list(
 claim("Split over the ranks, the MLP computes what it computed whole.", torch.allclose(summed, whole, atol=1e-4))
 
 # %% [markdown]
-# What else would be possible? Gather after each product, so that every rank has all outputs: then the *inner* numbers are
-# exchanged as well. (A ring sends each number twice for a sum, but only once for a gather; exercise 4 shows how.) Or begin
-# by rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
+# What else would be possible? Gather the inputs of *down*, and then its outputs, so that every rank has all of them: then
+# the *inner* numbers are exchanged as well. (A ring sends each number twice for a sum, but only once for a gather;
+# exercise 4 shows how.) Or begin by rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a +
+# b) is not SiLU(a) + SiLU(b).
 
 # %%
 tokens, hidden, width = len(x), config.hidden_size, config.intermediate_size
@@ -169,8 +170,8 @@ pieces = [part @ piece.T for part, piece in zip(x.chunk(SIZE, 1), gate.chunk(SIZ
 early = sum(torch.nn.functional.silu(piece) for piece in pieces)
 late = torch.nn.functional.silu(sum(pieces))
 print(f"columns, then rows:    1 sum of {hidden} numbers per token")
-print(f"gather every product:  {2 * width + hidden} numbers per token, gathered")
-print(f"so gathering sends {(2 * width + hidden) / (2 * hidden):.1f} times as much")
+print(f"gather both times:     {width + hidden} numbers per token, gathered")
+print(f"so gathering sends {(width + hidden) / (2 * hidden):.1f} times as much")
 claim("SiLU of a sum is not the sum of SiLUs.", not torch.allclose(early, late, atol=1e-2))
 
 # %% [markdown]
@@ -379,13 +380,14 @@ claim(
 del split, traffic
 
 # %% [markdown]
-# Here splitting **does not pay**: two processes use two processors, and should take half the time. They share the
-# memory and the caches of one machine, so the weights are not read any faster than by one process with two threads, and
-# a small model has little to compute between two sums. Your formula has only the link in it, at its fastest. The rest
-# is what an all-reduce usually takes beyond that, and waiting for the other process when it arrives late: the two never
-# take equally long, and any other work on the machine delays one of them. A sum is as late as the latest rank. (Waiting
-# varies from run to run, so a step of eight requests can even be faster than a step of one.) Splitting pays where each
-# rank brings its *own* memory and processor, and where the links are fast: on GPUs.
+# Here splitting **does not pay**. With a processor for each, two processes should take half the time. The first line says
+# how many were free: with fewer than two they take turns, and much of the waiting is that. Even with two, they share the
+# memory and the caches of one machine, so the weights are not read any faster than by one process with two threads, and a
+# small model has little to compute between two sums. Your formula has only the link in it, at its fastest. The rest is
+# what an all-reduce usually takes beyond that, and waiting for the other process when it arrives late: the two never take
+# equally long, and any other work on the machine delays one of them. A sum is as late as the latest rank. (Waiting varies
+# from run to run, so a step of eight requests can even be faster than a step of one.) Splitting pays where each rank
+# brings its *own* memory and processor, and where the links are fast: on GPUs.
 #
 # ### A split model on GPUs, modelled
 #
@@ -558,10 +560,10 @@ del engines
 #
 # ## Break it
 #
-# A split model with one mistake each. Nothing raises an error, and every mistake gives logits of the right shape. Two
-# checks: do all **ranks agree** (on the last hidden states, from which the logits are computed, and on the logits), and
-# does rank 0 predict what the **whole model** predicts? **Guess first**: which mistakes does the first check miss? (The
-# ranks are threads here, so that this takes seconds.)
+# Five versions of a split model, each with one mistake. Nothing raises an error, and every mistake gives logits of the
+# right shape. Two checks: do all **ranks agree** (on the last hidden states, from which the logits are computed, and on
+# the logits), and does rank 0 predict what the **whole model** predicts? **Guess first**: which mistakes does the first
+# check miss? (The ranks are threads here, so that this takes seconds.)
 
 # %%
 from minillm.teaching.workshop.l16_broken import MISTAKES, run_on_ranks

@@ -85,6 +85,8 @@ predict("l17.one_bit", None, unit="%")
 #
 # $$\text{loss} \;=\; \frac1n \sum_i \Big( \underbrace{\log \sum_j e^{x_i \cdot y_j / \tau}}_{\text{lse}_i} \;-\; x_i \cdot y_i / \tau \Big)$$
 #
+# (τ is the temperature: the smaller it is, the more the most similar pairs count.)
+#
 # Larger batches have harder wrong answers and train better. But written plainly this takes the n × n matrix of
 # similarities, also for its gradient. Yet of a row only its [log-sum-exp](glossary.md#lse) is needed, and you know from
 # lesson 9 how to merge those.
@@ -439,10 +441,10 @@ claim(
 # %% [markdown]
 # Why? A low-rank approximation pays if the singular values fall fast. Those of trained weights fall slowly: all
 # directions are used. What BLAST can still gain are differences between blocks. The papers **train** a layer in its new
-# form, or train it on afterwards. It is the training that closes the gap. Without it, none of these fits can replace a
-# matrix of this model.
-# (They minimise the error of the *matrix*. Methods that weight it by the inputs a layer really sees, such as ASVD and
-# SVD-LLM, lose less without training; not tried here.)
+# form, or train it on afterwards. According to the papers it is the training that closes the gap. Without it, none of
+# these fits is near a matrix of this model. What that does to the model is measured below, for the SVD. (They minimise
+# the error of the *matrix*. Methods that weight it by the inputs a layer really sees, such as ASVD and SVD-LLM, lose less
+# without training; not tried here.)
 #
 # ## 4. One bit and a few exact weights
 #
@@ -754,10 +756,11 @@ claim("It is not faster than the fused gather.", fastest > 1, measured=True)
 claim("For single rows most of that gain is gone, or all of it.", gains[1] < gains[0] / 1.5, measured=True)
 
 # %% [markdown]
-# **Verdict.** It holds against gather and sum, and not against a fused gather: no copy is made there either, and there
-# is no A to be read. And there is nothing in an engine to use it for. A language model looks up *one* row per token: a
-# row of A has a single 1, and nothing is added up. Where an engine does sum over gathered rows, in attention, the
-# factors are new for every query, and a fused kernel does gather and sum (lesson 9).
+# **Verdict.** It holds against gather and sum, and not against a fused gather: no copy is made there either, and there is
+# no A to be read. (Making A is not in these times. Where the triples change with every batch, it would have to be added.)
+# And there is nothing in an engine to use it for. A language model looks up *one* row per token: a row of A has a single
+# 1, and nothing is added up. Where an engine does sum over gathered rows, in attention, the factors are new for every
+# query, and a fused kernel does gather and sum (lesson 9).
 #
 # ## Break it
 #

@@ -19,7 +19,8 @@ HEAD = """\
 <!-- Made from minillm/teaching/glossary.toml by `minillm build`. -->
 # Glossary
 
-The words of the field as the lessons use them, and the lesson in which each is built or first seen.
+The words of the field as the lessons and the engine use them, and the lesson, if any, in which each is built or first
+seen.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from minillm import LLM
 from minillm.batch import Segment
 from minillm.request import Request
 from minillm.sampling import SamplingParams
+from minillm.speculative import draft_policy, loss_limit
 from minillm.speculative.draft_policy import AdaptiveDrafts, FixedDrafts
 from minillm.speculative.ngram import NgramDrafter
 from minillm.speculative.step_costs import StepCosts
@@ -32,6 +34,7 @@ from minillm.teaching.workshop import l11_drafting as drafting
 from minillm.trace import DraftsPlanned
 from tests.conftest import TinyPair
 
+SOURCE = Path(__file__).parents[2] / "solutions/11_speculative_speed.py"
 RATES = st.lists(st.floats(0, 1), max_size=6)
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -197,3 +200,20 @@ def test_synthetic_rates_need_no_draft_model(tiny: TinyPair):
     found = drafting.run(llm, ["a b"], FixedDrafts(2), new_tokens=9)
     assert found.acceptance.conditional == [1.0, 0.0] and found.tokens_per_forward == 2
     assert not found.trace.of(DraftsPlanned)
+
+
+def test_the_lesson_names_the_numbers_of_the_rule() -> None:
+    """Its prose says when adaptive drafting begins, goes without drafts, and rests."""
+    text = " ".join(SOURCE.read_text(encoding="utf-8").replace("\n# ", " ").split())
+    words = {8: "eight"}
+    for stated in (
+        f"({draft_policy.FIRST_RATE:.0%}), and it drafts only where it predicts to gain "
+        f"{draft_policy.MIN_GAIN - 1:.0%} or more",
+        f"a decision to draft holds for {draft_policy.PLAN_STEPS} steps",
+        f"it makes {words[loss_limit.PLAIN_STEPS]} steps without drafts now and then: first after "
+        f"{loss_limit.FIRST_PLAIN} steps with drafts, then after {2 * loss_limit.FIRST_PLAIN}, and so on, doubling up "
+        f"to {loss_limit.PLAIN_EVERY}",
+        f"once drafts have cost {words[loss_limit.MOST_LOST]} plain steps more than they saved",
+        f"in the long run drafting costs about {loss_limit.LOSS_SHARE:.0%} at most",
+    ):
+        assert stated in text, stated
