@@ -78,7 +78,8 @@ class StreamReplay:
         sent, begin = self._sent.get(index, ""), self._seen.get(index, 0)
         known = sent[begin : begin + len(text)]
         has_ended = choice.get("finish_reason") is not None
-        if not text.startswith(known) or (has_ended and begin + len(text) < len(sent)):
+        goes_on = index in self._ended and len(text) > len(known)
+        if not text.startswith(known) or goes_on or (has_ended and begin + len(text) < len(sent)):
             raise EngineDeadError(
                 "the replica that answered was lost, and another one generated a different text; send the request again"
             )

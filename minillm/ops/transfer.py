@@ -26,7 +26,7 @@ def copy_to_device(columns: Mapping[str, np.ndarray], device: torch.device) -> d
     if not columns:
         return {}
     begins = [0, *accumulate(len(column) + len(column) % 2 for column in columns.values())]
-    words = torch.empty(begins.pop(), dtype=torch.int64, pin_memory=device.type == "cuda")
+    words = torch.empty(begins.pop(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     host = words.numpy()
     for begin, column in zip(begins, columns.values(), strict=True):
         host[begin : begin + len(column)] = column.view(np.int64)

@@ -208,6 +208,7 @@ class Offloader:
     def recompute(self, hidden: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens at positions from `start` on: `[num_layers, num_tokens, hidden]` → twice
         `[num_layers, num_tokens, num_kv_heads, head_dim]`."""
+        hidden = hidden.to(self.llm.engine.runner.device)
         positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)
         cos, signed_sin = (table.to(hidden.dtype) for table in self.llm.engine.runner.model.rope(positions))
         pairs = [layer(x, cos, signed_sin) for layer, x in zip(self._layers, hidden, strict=True)]
@@ -218,7 +219,8 @@ class Offloader:
         taken = []
         for _ in range(rounds + 1):
             began = time.perf_counter()
-            self.recompute(cache.hidden)
+            keys, _ = self.recompute(cache.hidden)
+            keys[0, 0, 0, 0].item()  # waits for a GPU
             taken.append((time.perf_counter() - began) / cache.hidden.shape[1])
         return statistics.median(taken[1:])
 

@@ -115,7 +115,7 @@ class CpuExecutor:
     def run_observed(self, segments: Sequence[Segment], rows: Sequence[int]) -> ObservedStep:
         """See `ModelRunner.run_observed`."""
         num_layers, *heads = self.query_shape
-        queries = torch.empty(num_layers, len(rows), *heads)
+        queries = torch.empty(num_layers, len(rows), *heads, dtype=torch.float32, device="cpu")
         logits = self._run(segments, NO_DRAFTS, np.array(rows, np.int64), queries.numpy().reshape(-1))
         return ObservedStep(self._logits(logits), self._last_hidden(segments, len(logits)), queries)
 

@@ -310,7 +310,8 @@ class GpuExecutor:
         The host memory is new each time: PyTorch reuses pinned memory only when copies from it are done, so no step
         overwrites memory from which an earlier step is still being copied.
         """
-        host = torch.zeros(shape.size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        pinned = self.device.type == "cuda"
+        host = torch.zeros(shape.size, dtype=torch.int32, device="cpu", pin_memory=pinned)
         StepInputs.over(host, shape).fill(segments)
         if inputs is None:
             return StepInputs.over(host.to(self.device, non_blocking=True), shape)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ PACKED_ROWS = 64 * LANES
 
 def unsupported_model(model: Decoder) -> str | None:
     """Why the compiled step cannot run this model; None if it can."""
+    if numba.config.DISABLE_JIT:
+        return "numba compiles nothing while NUMBA_DISABLE_JIT is set"
     if reason := processor().unsupported_reason:
         return reason
     if model in _PACKED:
@@ -117,7 +120,7 @@ class PackedDecoder:
     def __init__(self, model: Decoder) -> None:
         config = model.config
         vectors = Vectors()
-        vectors.add(torch.full((LANES,), config.rms_norm_eps))
+        vectors.add(torch.full((LANES,), config.rms_norm_eps, dtype=torch.float32, device="cpu"))
         self.matrices = np.full((4 * config.num_layers + 1, MATRIX_FIELDS), NONE, np.int64)
         self.weights = _pack_matrices(model, _linears(model), self.matrices[:-1], vectors)
         embedding = model.embed_tokens.weight

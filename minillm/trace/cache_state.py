@@ -251,7 +251,7 @@ class CacheState(TraceState):
         if self.engine is None:
             raise ValueError("blocks are allocated before the engine has started")
         # Allocating a cached block implies its eviction.
-        self._evict([block_id for block_id in block_ids if block_id in self.in_prefix_cache - self.owners.keys()])
+        self._evict([b for b in block_ids if b in self.in_prefix_cache and b not in self.owners])
         for block_id in block_ids:
             self._add_owner(block_id, request, len(request.block_table))
             request.block_table.append(block_id)

@@ -298,7 +298,8 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Write one JSON object per line; the first line has the versions of schema and minillm."""
         lines = [json.dumps({"schema": SCHEMA, "minillm": __version__}), *(event.to_json() for event in self.events)]
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        data = ("\n".join(lines) + "\n").encode()  # first, so that what cannot be written leaves an old file alone
+        Path(path).write_bytes(data)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:

@@ -49,7 +49,8 @@ def prepare(folder: Path, vocab_size: int) -> None:
     train, held_out = [d for d in docs if not d.held_out], [d for d in docs if d.held_out]
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.exists():
-        train_tokenizer((d.text for d in train), vocab_size).save(str(tokenizer_file))
+        with replacing(tokenizer_file) as fresh:
+            train_tokenizer((d.text for d in train), vocab_size).save(str(fresh))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokens = {"train": sum(part.size for part in _encoded(tokenizer, [d.text for d in train], "train"))}
     ids = encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out")

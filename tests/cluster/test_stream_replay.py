@@ -72,6 +72,15 @@ def test_choices_are_counted_apart() -> None:
     assert text_of(first + second, 1) == "xyz"
 
 
+def test_a_choice_that_has_ended_does_not_go_on() -> None:
+    replay = StreamReplay()
+    received(replay, event("abc", 0), event("", 0, end="stop"), event("x", 1))
+    replay.restart()
+    received(replay, event("ab", 0), event("x", 1))
+    with pytest.raises(EngineDeadError, match="a different text"):
+        replay.advance(event("cd", 0))
+
+
 def test_a_second_loss_is_the_same() -> None:
     replay = StreamReplay()
     chunks = received(replay, event("one "))

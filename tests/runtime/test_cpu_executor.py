@@ -412,6 +412,38 @@ print(threading_layer())
 """
 
 
+def test_without_numba_compiling_the_plain_path_runs() -> None:
+    code = (
+        "import sys; from minillm import LLM, SamplingParams\n"
+        "[output] = LLM(sys.argv[1], device='cpu').generate('def f', SamplingParams(temperature=0, max_tokens=3))\n"
+        "print(output.outputs[0].token_ids)"
+    )
+    said = []
+    for options in ({}, {"NUMBA_DISABLE_JIT": "1"}):
+        command = [sys.executable, "-c", code, "minicoder"]
+        ran = subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True, check=True)
+        said.append(ran.stdout)
+    assert said[0] == said[1]
+
+
+SNAPKV = {"method": "self_sparse", "sparse_layout": "snapkv", "budget": 32, "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize("speculative", [None, SNAPKV])
+def test_a_default_device_and_dtype_of_the_process_change_nothing(speculative: dict[str, Any] | None) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm = LLM("minicoder", device="cpu", speculative_config=speculative)
+    [expected] = llm.generate("def f", params, use_tqdm=False)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):  # as a GPU: what is made there without a device cannot be read here
+            [found] = llm.generate("def f", params, use_tqdm=False)
+    finally:
+        torch.set_default_dtype(dtype)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_two_engines_in_two_threads_of_python_share_numbas_workqueue() -> None:
     """The `workqueue` layer ends the process if two Python threads use it at once. numba uses it where there is no
     OpenMP."""

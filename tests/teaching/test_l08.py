@@ -145,6 +145,19 @@ def test_a_function_without_the_decorator_is_no_kernel():
     assert "is @triton.jit above it?" in text
 
 
+def test_an_object_that_only_behaves_like_a_kernel_is_none():
+    class Imitation:
+        def __init__(self, function):
+            self.fn = function
+
+        def __getitem__(self, grid):
+            return lambda x, out, *numbers, **sizes: out.copy_(x.softmax(-1))
+
+    written = kernel_of("@triton.jit\ndef softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):\n    pass\n")
+    result = check_function("l08.softmax_kernel", Imitation(written.fn))
+    assert not result.passed and "put @triton.jit alone above it" in str(result)
+
+
 def test_a_kernel_that_writes_nothing_leaves_nan():
     text = str(check_function("l08.softmax_kernel", kernel_of(HEAD + "    row = tl.program_id(0)\n")))
     assert "nan instead of" in text

@@ -116,9 +116,8 @@ class AttentionMetadata:
 
         def copied() -> AttentionMetadata:
             device = batch.block_tables.device
-            both = torch.tensor(
-                [*batch.query_start, *batch.seq_lens], dtype=torch.int32, pin_memory=batch.block_tables.is_cuda
-            )
+            lengths = [*batch.query_start, *batch.seq_lens]
+            both = torch.tensor(lengths, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
             return cls(*both.to(device, non_blocking=True).split((batch.num_requests + 1, batch.num_requests)))
 
         return batch.once_per_step(AttentionMetadata, copied)

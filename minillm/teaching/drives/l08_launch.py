@@ -113,7 +113,8 @@ def launch(
     if (stub := stub_message(tree)) is not None:
         raise NotImplementedError(stub)
     with interpreting():
-        kernel_type()  # raises if Triton cannot run
+        if type(kernel) is not kernel_type():  # which raises if Triton cannot run
+            raise LessonError("this is no kernel: put @triton.jit alone above it, and run the notebook from the top")
         try:
             kernel[grid](*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)
         except Exception as problem:

@@ -53,7 +53,7 @@ def find(folder: Path) -> list[File]:
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         hidden = any(part.startswith(".") or part in SKIPPED for part in parts)
-        if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink() and not hidden:
+        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.is_symlink() and not hidden:
             names = [_readable(part) for part in (*parts[:-1], path.stem)]
             found.append(File(path, _readable("/".join(parts)), names[0]))
     if not found:

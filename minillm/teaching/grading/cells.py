@@ -41,7 +41,7 @@ def read(data: bytes, name: str) -> list[Cell]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise UnreadableError(f"not UTF-8: {problem.reason} at byte {problem.start}") from None
-    if name.endswith(".py"):
+    if name.lower().endswith(".py"):
         return [Cell(number, part) for number, part in enumerate(_PERCENT.split(text), 1)]
     try:
         notebook = json.loads(text)
@@ -80,5 +80,6 @@ def _cells(notebook: Any) -> list[Cell]:
         if isinstance(cell, dict) and cell.get("cell_type") == "code":
             source = cell.get("source", cell.get("input", ""))
             lines = source if isinstance(source, list) else [source]
-            found.append(Cell(number, "".join(line for line in lines if isinstance(line, str))))
+            text = "".join(line for line in lines if isinstance(line, str))
+            found.append(Cell(number, text.encode("utf-8", "replace").decode()))  # JSON may hold half a surrogate pair
     return found

@@ -60,7 +60,9 @@ class Grader:
         if not isinstance(message, Cells):
             reason = message.reason if isinstance(message, Unreadable) else "it cannot be read"
             return Submission(**made, status=Status.UNREADABLE, reason=reason)
-        lessons = list(self.rules.lessons) or lessons_of(message, file)
+        found = lessons_of(message, file)
+        wanted = list(self.rules.lessons) or found
+        lessons = [lesson for lesson in wanted if lesson in found] or wanted
         exercises = [exercise for lesson in lessons for exercise in exercises_in(lesson)]
         cells = [Cell(*cell) for cell in message.sources]
         grades = [self._exercise(exercise, cells, student) for exercise in exercises]
@@ -78,6 +80,8 @@ class Grader:
         visible = self._answers(exercise)
         hidden = hidden_cases(visible, self.rules.secret, student)
         key = AnswerKey(exercise, visible, hidden) if hidden else visible
+        for index in range(len(key.cases)):
+            key.expected(index)  # an error of a reference is no answer of the student's
         job = RunJob(cells, exercise.function_name, exercise.interface, key.cases, self.rules.limits)
         told = self.process.run(job, self.rules.wall_seconds, 2 * self.rules.limits.memory)
         grade = _Verdict(key, self.rules, told, [file_of(cell.number) for cell in cells]).grade()

@@ -180,6 +180,7 @@ def load(program: Program, name: str, definition: Statement) -> Any:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where dataclasses and triton look a function's module up
     space = vars(module)
+    space |= {"display": lambda *objects, **options: None, "get_ipython": lambda: None}  # as in a notebook
     pending = program.needed(definition)
     while pending:
         postponed = []

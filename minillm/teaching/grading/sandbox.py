@@ -95,8 +95,9 @@ def begin_run(slot: int) -> None:
 
 
 def own_processes() -> None:
-    """Before `fork`: the child is the first process of a new numbering, and whatever it leaves behind dies with it."""
-    _call("unshare", NEWPID | NEWNS)
+    """Before `fork`: the child is the first process of a new numbering, and whatever it leaves behind, shared memory
+    included, dies with it."""
+    _call("unshare", NEWPID | NEWNS | NEWIPC)
 
 
 def empty_folder(root: Path) -> Path:

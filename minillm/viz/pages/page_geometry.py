@@ -9,8 +9,9 @@ from minillm.viz.draw.svg import MARGIN, number
 
 LARGE = 70.0
 """Width of the largest pages."""
-FINE_SLOTS = 1000
-"""Up to so many slots are drawn as squares with round corners, more as dashes of thick lines."""
+FINE_SLOTS, SMALLEST_SLOT = 1000, 2.5
+"""Up to so many slots, of this side and larger, are drawn as squares with round corners, others as dashes of thick
+lines."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def geometry(num_pages: int, block_size: int, *, narrow: bool = False) -> Geomet
     detail = 0 if num_pages <= 24 else 1 if num_pages <= 60 else 2
     per_row, width, pitch, head, pad, gap, left = (NARROW if narrow else WIDE)[detail]
     slot = (width - 2 * pad - (columns - 1) * gap) / columns
-    if slot < 2.5:
+    if slot < SMALLEST_SLOT:
         gap, slot = 0.0, (width - 2 * pad) / columns
     # Rounded down to tenths, the precision of the SVG: else the dashes of a long row would drift away from its slots.
     return Geometry(per_row, width, pitch, head, pad, gap, columns, rows, floor(slot * 10) / 10, left, detail == 2)

@@ -14,7 +14,7 @@ from minillm.trace.cache_state import CacheState
 from minillm.trace.page import Page, SlotState
 from minillm.viz.draw.colours import DISCARDED, FAINT, HAIRLINE, MUTED, PAPER, owner_colour, owner_letter, tint
 from minillm.viz.draw.svg import MONO, Attributes, element, hatched, label, number, rectangle
-from minillm.viz.pages.page_geometry import FINE_SLOTS, LARGE, geometry
+from minillm.viz.pages.page_geometry import FINE_SLOTS, LARGE, SMALLEST_SLOT, geometry
 from minillm.viz.pages.page_marks import PageMarks
 from minillm.viz.pages.page_slots import Run, draw_runs, runs_of, slots_look
 
@@ -52,7 +52,7 @@ class PageGrid:
     ) -> None:
         self.pages, self.indices, self.top = pages, indices, top
         self.geometry = geometry(len(pages), block_size, narrow=narrow)
-        self.fine = len(pages) * block_size <= FINE_SLOTS
+        self.fine = len(pages) * block_size <= FINE_SLOTS and self.geometry.slot >= SMALLEST_SLOT
 
     @property
     def height(self) -> float:

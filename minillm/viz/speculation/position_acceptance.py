@@ -115,7 +115,7 @@ class PositionAcceptance(Picture):
         return "<PositionAcceptance>"
 
     def _position(self, i: int, left: float, pitch: float) -> str:
-        width, middle = min(58.0, (pitch - 14) / 2), left + pitch / 2
+        width, middle = min(58.0, max(1.0, (pitch - 14) / 2)), left + pitch / 2
         about = {"data-testid": "position", "data-judged": self.judged[i], "data-accepted": self.accepted[i]}
         return element(
             "g",

@@ -36,7 +36,7 @@ def draw_place(
     judged: Round, place: Sequence[int], x: float, top: float, width: float, height: float = BOX
 ) -> list[str]:
     """The drafts at one position, side by side."""
-    each = (width - (len(place) - 1) * SIBLING_GAP) / len(place)
+    each = max(1.0, (width - (len(place) - 1) * SIBLING_GAP) / len(place))
     return [
         draw_token(x + i * (each + SIBLING_GAP), top, each, judged.drafts[node], judged.verdicts[node], height)
         for i, node in enumerate(place)

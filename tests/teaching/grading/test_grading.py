@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -78,6 +80,24 @@ def test_an_attempt_gets_its_status_and_reaches_nothing(grader: Grader, places: 
     assert attempt.says in "\n".join([got.problem, got.cause, got.got, *got.notes])
     assert [grade.status for grade in submission.exercises if grade is not got] == [Status.PASSED] * 4
     assert not list(places["out"].iterdir())
+
+
+def test_what_a_notebook_provides_and_what_json_may_hold_costs_nothing(grader: Grader):
+    """`display`, and half a surrogate pair in another cell."""
+    right = next(a for a in ATTEMPTS if a.name == "right")
+    source = right.cell().replace(GOOD, f"display(config)\n    get_ipython()\n    {GOOD}")
+    assert "display(config)" in source
+    notebook = with_cell(_solved(SECOND), TARGET, source)
+    notebook["cells"].append({"cell_type": "code", "source": 'text = "\ud83d"', "metadata": {}, "outputs": []})
+    submission = grader.grade(json.dumps(notebook).encode(), "alice", "x.ipynb", "key")
+    assert [grade.status for grade in submission.exercises] == [Status.PASSED] * 5
+
+
+def test_a_notebook_is_graded_on_its_own_lesson_of_those_that_are_asked_for(grader: Grader):
+    asked = Grader(grader.process, replace(RULES, lessons=("l02", "l06")))
+    assert graded(asked, _solved(SECOND)).lessons == ["l02"]
+    other = Grader(grader.process, replace(RULES, lessons=("l06",)))
+    assert graded(other, _solved(SECOND)).lessons == ["l06"], "it has no function of it"
 
 
 def test_the_documentation_has_the_status_and_the_words_of_every_attempt():

@@ -199,13 +199,14 @@ def test_bad_arguments_are_named_before_anything_is_graded(tmp_path, capsys, mon
 
 
 def test_find_takes_the_folder_or_the_file_as_the_student(tmp_path):
-    for name in ("alice/a/02.ipynb", "alice/06.ipynb", "bob.ipynb", "notes.txt"):
+    for name in ("alice/a/02.ipynb", "alice/06.ipynb", "bob.ipynb", "carol.IPYNB", "notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     assert [(file.student, file.name) for file in batch.find(tmp_path)] == [
         ("alice", "alice/06.ipynb"),
         ("alice", "alice/a/02.ipynb"),
         ("bob", "bob.ipynb"),
+        ("carol", "carol.IPYNB"),
     ]
     with pytest.raises(ConfigError):
         batch.find(tmp_path / "alice" / "none")

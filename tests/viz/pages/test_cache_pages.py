@@ -170,6 +170,18 @@ def test_every_block_size_draws_all_its_pages(block_size, num_blocks):
     assert len(found(svg, "page")) == num_blocks
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(5, 100), (10, 80), (7, 100), (11, 70), (17, 40), (29, 20)])
+def test_slots_of_small_pages_have_a_size(block_size, num_blocks, narrow):
+    """A page whose block size has few divisors has its slots in one row."""
+    s = Script(block_size, num_blocks)
+    s.add("a", "a", 12)
+    s.step(prefill("a", 12))
+    s.step(decode("a"))
+    for path in found(CachePagesView(s.trace, narrow=narrow).to_svg(), "slots"):
+        assert "--" not in path.get("d") and "h0v" not in path.get("d")
+
+
 def test_more_requests_than_rows_leaves_out_the_finished_ones_first():
     s = Script(16, 64)
     for i in range(15):
