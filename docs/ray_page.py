@@ -31,7 +31,8 @@ def cluster_tables() -> str:
     lines += ["", "| measured, router `prefix` | |", "|---|---|"]
     line("processor time per request in Serve's proxy", [f"{spent['proxy']:.1f} ms"])
     line("processor time per request in the gateway: tokenising, hashing, routing", [f"{spent['gateway']:.1f} ms"])
-    of_replica = "memory of a replica of the bundled model, 96 cache blocks, plain PyTorch"
+    blocks = found["config"]["engine"]["num_kv_blocks"]
+    of_replica = f"memory of a replica of the bundled model, {blocks} cache blocks, plain PyTorch"
     line(of_replica, [f"{rows[-1]['replica_bytes'] / 2**20:,.0f} MiB"])
     for count, cost in routing.items():
         line(f"processor time of a choice among {count:,} replicas", [f"{cost['microseconds']:,.0f} µs"])
@@ -48,7 +49,7 @@ def cluster_tables() -> str:
     share = f"memory of a gateway's table, {BLOCKS_PER_REPLICA:,} blocks per replica"
     line(share, [f"{1000 * table_bytes / 2**30:.1f} GiB"])
     together = 1000 * rows[-1]["replica_bytes"] / 2**30
-    line("memory of the replicas together, 96 cache blocks each", [f"{together:,.0f} GiB"])
+    line(f"memory of the replicas together, {blocks} cache blocks each", [f"{together:,.0f} GiB"])
     machine = found["hardware"]["cpu"]["name"]
     weights = "" if is_of_bundled_weights("failover") else f", {EARLIER}"
     about = f"Ray {found['versions']['ray']}, one run, {machine}{weights}. `benchmarks/failover.json`."

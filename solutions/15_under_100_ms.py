@@ -704,7 +704,7 @@ seconds = race(w8a8_engines)
 draft_rows = [Latency("W8A8", seconds["W8A8"]), Latency("W8A8 + draft", seconds["W8A8 + draft"], "W8A8")]
 gain = draft_rows[0].total / draft_rows[1].total
 print(f"the whole completion: {gain:.2f}×")
-claim("The gain is below the 2 to 2.8 times that are often promised.", gain < 2, measured=True)
+claim("The gain is below the 2 to 2.8 times that articles on drafts promise (quoted).", gain < 2, measured=True)
 LatencyWaterfall("Step 5: a draft model on top", draft_rows)
 
 # %%

@@ -381,7 +381,7 @@ del split, traffic
 
 # %% [markdown]
 # Here splitting **does not pay**. With a processor for each, two processes should take half the time. The first line says
-# how many were free: with fewer than two they take turns, and much of the waiting is that. Even with two, they share the
+# how many were free: with fewer than two they take turns, and wait for that, too. Even with two, they share the
 # memory and the caches of one machine, so the weights are not read any faster than by one process with two threads, and a
 # small model has little to compute between two sums. Your formula has only the link in it, at its fastest. The rest is
 # what an all-reduce usually takes beyond that, and waiting for the other process when it arrives late: the two never take

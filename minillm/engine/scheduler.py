@@ -403,7 +403,7 @@ class Scheduler:
         self.running = [request for request in alive if request.block_table and request.num_computed_tokens]
         self.waiting = [request for request in alive if request not in self.running]
         self._end_plan()
-        released = [request for request in requests if request not in self.running]
+        released = [*(request for request in requests if request.finished), *self.waiting]
         freed = [BlocksFreed(r.request_id, list(r.block_table), "interrupted") for r in released if r.block_table]
         for request in released:
             request.drop_cache()

@@ -54,9 +54,7 @@ class ChatTemplate:
             )
         try:
             tokenizer = self.tokenizer.hf()
-        except (
-            CheckpointError
-        ) as problem:  # a template of the server's own, for a tokenizer that transformers cannot read
+        except CheckpointError as problem:  # the template is the server's own, so its tokenizer was not read before
             raise ApiError(str(problem), HTTPStatus.INTERNAL_SERVER_ERROR) from None
         try:
             return str(
