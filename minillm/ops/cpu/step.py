@@ -21,8 +21,8 @@ from minillm.ops.cpu.matrix_fields import COLUMNS, NONE, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, TILED, multiply, unpack_row
 from minillm.ops.cpu.rounding import prepare_row
-from minillm.ops.cpu.simd import LANES, ONE, load, no_inline, splat, store, total
-from minillm.ops.cpu.softmax import ZERO, exp_of_negative
+from minillm.ops.cpu.simd import LANES, ONE, largest, load, no_inline, splat, store, total
+from minillm.ops.cpu.softmax import ZERO, exp_of_negative, larger
 from minillm.ops.cpu.team import barrier, call_at, join_team, thread_range
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED, VOCABULARY = range(11)
@@ -37,6 +37,8 @@ EPS = 0
 NO_TOKEN, ENDED = -1, -2
 """Stand for a draft: where logits are NaN or infinite, and behind the end of a chain that ends early."""
 INFINITY = np.float32(np.inf)
+SEARCHED = 256
+"""Numbers of which `argmax` first finds the largest, and then where it is."""
 DEPTH = 0
 """Column of `Inputs.tree`: what is added to the position of a request's first new token. The other is the mask
 (`attention.MASK`)."""
@@ -326,13 +328,26 @@ def run(sync, threads, drafted, survival, min_survival, dims, weights, keys, val
 @njit(**OPTIONS)
 def argmax(logits, at, size):
     """The index of the (first) largest of `size` numbers; `NO_TOKEN` if one of them is NaN or infinite."""
-    best, is_broken = at, False
-    for i in range(at, at + size):
-        if logits[i] > logits[best]:
-            best = i
-    for i in range(at, at + size):  # in a loop of its own, so that it is vectorised
+    best, peak, not_finite, end = at, -INFINITY, splat(ZERO), at + size
+    for begin in range(at, end - size % LANES, SEARCHED):
+        lanes = splat(-INFINITY)
+        for i in range(begin, min(begin + SEARCHED, end - LANES + 1), LANES):
+            numbers = load(logits, i)
+            lanes = larger(numbers, lanes)
+            not_finite = not_finite + (numbers - numbers)  # 0, or NaN
+        high = largest(lanes)
+        if high > peak:
+            best, peak = begin, high
+    is_broken = total(not_finite) != ZERO
+    for i in range(end - size % LANES, end):
         is_broken |= not abs(logits[i]) < INFINITY
-    return NO_TOKEN if is_broken else best - at
+        if logits[i] > peak:
+            best, peak = i, logits[i]
+    if is_broken:
+        return NO_TOKEN
+    while logits[best] != peak:
+        best += 1
+    return best - at
 
 
 @njit(**OPTIONS)
