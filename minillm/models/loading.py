@@ -204,6 +204,8 @@ def _untie_if_stored_apart(config: ModelConfig, shards: Shards) -> ModelConfig:
     """Untie the embeddings if the checkpoint claims to tie them but stores two different matrices (as transformers)."""
     if not config.tie_word_embeddings or not {EMBEDDING, UNEMBEDDING} <= shards.names:
         return config
+    if not shards.shape(EMBEDDING):  # a single number: `_check` says what shape it should have
+        return config
     return replace(config, tie_word_embeddings=Staging(shards).same(EMBEDDING, UNEMBEDDING))
 
 

@@ -151,7 +151,10 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} contains {', '.join(pickles[:3])}, but minillm reads only safetensors: unpickling runs code from"
             " the file. If you trust it, load it with transformers and save_pretrained() it to a new folder"
         )
-    raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}")
+    raise CheckpointError(
+        f"{folder} contains neither {SINGLE} nor {INDEX}: minillm reads only safetensors. If the model is published in "
+        "another format, load it with transformers and save_pretrained() it to a new folder"
+    )
 
 
 def _files_of_index(folder: Path) -> list[Path]:

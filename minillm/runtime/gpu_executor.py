@@ -191,7 +191,8 @@ class GpuExecutor:
         self.capture: Capture | None = None
         if use_graphs and is_capturable(model):
             self.capture = capture or CudaCapture(self.device)
-        self.most_tokens = padded_size(min(MAX_GRAPH_TOKENS, TOKENS_PER_REQUEST * max_num_seqs))
+        most_tokens = max(TOKENS_PER_REQUEST * max_num_seqs, MAX_GRAPH_QUERY_LEN)
+        self.most_tokens = padded_size(min(MAX_GRAPH_TOKENS, most_tokens))
         largest = Shape(self.most_tokens, power_of_two(max_num_seqs), max_model_len, block_size)
         with torch.inference_mode():
             self.memory = torch.zeros(largest.size, dtype=torch.int32, device=self.device)

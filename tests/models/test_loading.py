@@ -222,6 +222,13 @@ def test_two_different_embeddings_count_whatever_the_config_claims(tmp_path: Pat
     assert not model.config.tie_word_embeddings
 
 
+def test_embeddings_that_are_single_numbers_are_named(tmp_path: Path) -> None:
+    save_llama(random_decoder(tied=True), tmp_path, torch.float32)
+    rewrite(tmp_path, model__embed_tokens__weight=torch.tensor(1.0), lm_head__weight=torch.tensor(1.0))
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight \[\] \(should be \[30, 16\]\)"):
+        load_model(tmp_path, torch.float32)
+
+
 def test_frequencies_that_old_checkpoints_store_are_passed_over(folder: Path) -> None:
     rewrite(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(2))
     assert same(load_model(folder, torch.float32), random_decoder())

@@ -48,7 +48,7 @@ from tests.runtime.software_graph import SoftwareGraphs
 def test_a_step_too_large_for_a_graph_runs_in_its_exact_size() -> None:
     model = random_model(SMALL)
     on, plain = executor_of(model, max_num_seqs=1), runner_of(model)
-    long = [Segment([*PROMPT, *OTHER], 0, TABLE, 3)]
+    long = [Segment([*PROMPT, *OTHER, *PROMPT], 0, TABLE, 3)]
     many = [Segment([7], 12, TABLE), Segment(OTHER, 0, OTHERS_TABLE, 0)]
     for step in (long, many):
         assert on.shape_of(step) is None
@@ -57,6 +57,11 @@ def test_a_step_too_large_for_a_graph_runs_in_its_exact_size() -> None:
     assert on.draft(segments, 3) == plain.draft(segments, 3)
     assert not on.prepared
     assert on.shape_of([Segment([1], 62, TABLE)], 2) is None  # it would end beyond max_model_len
+
+
+def test_one_request_with_fifteen_drafts_has_a_graph() -> None:
+    on = executor_of(random_model(SMALL), max_num_seqs=1)
+    assert on.shape_of([Segment(list(range(16)), 4, TABLE, 16)]) == Shape(16, 1, 64, BLOCK_SIZE)
 
 
 def test_what_fills_a_step_up_is_stored_nowhere() -> None:
