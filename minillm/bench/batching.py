@@ -51,7 +51,7 @@ MAX_NUM_SEQS = 8
 SHORTEST, LONGEST, TAIL = 8, 256, 1.0
 """Output lengths follow a Pareto distribution with this tail index, cut off at the longest."""
 SEED = 0
-ROUNDS = 5
+ROUNDS = 6
 DRAFTING = 3
 """Most unfinished requests with which drafting is on. With more of them, verification costs more than it saves."""
 NUM_DRAFTS = 3

@@ -40,7 +40,7 @@ class Completer(Protocol):
 
 
 def completion_metrics(prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> dict[str, float]:
-    """Values to report for the completions of `prompts` in addition to the decode speed.
+    """Values to report for the completions of `prompts`, in one or more rounds, in addition to the decode speed.
 
     Prompt tokens per second of prefill; new tokens per second of the whole time; and with drafts, τ (tokens per forward
     of the target) and the acceptance rate.
@@ -48,7 +48,7 @@ def completion_metrics(prompts: Sequence[Sequence[int]], found: Sequence[Complet
     prefill, decode = sum(c.prefill_s for c in found), sum(c.decode_s for c in found)
     tokens, drafts = sum(len(c.token_ids) for c in found), sum(c.num_drafts for c in found)
     values = {
-        "prefill_tokens_per_s": sum(map(len, prompts)) / prefill,
+        "prefill_tokens_per_s": sum(map(len, prompts)) * len(found) / len(prompts) / prefill,
         "end_to_end_tokens_per_s": tokens / (prefill + decode),
     }
     if drafts:

@@ -3,7 +3,8 @@
 `cold`: the engine is warmed up, but the prompt is not in the prefix cache. `warm`: the prompt has just been run, so all
 but its last few tokens are in the prefix cache, as when an editor asks again in the same file. Both include prefill,
 decode and detokenising. `cold` and `warm` without an engine's name are full precision; `warm int8 + draft` is that
-engine. Percentiles are over completions, not over tokens. A ratio is the median over pairs of completions of the same
+engine. A few tokens that do not count come before `cold`, so that both find the engine's weights in the processor's
+caches. Percentiles are over completions, not over tokens. A ratio is the median over pairs of completions of the same
 prompt in the same round.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from minillm.bench.harness import Row, common_prefix_share, peak_memory_of, result
+from minillm.bench.harness import Row, common_prefix_share, median_interval, peak_memory_of, result
 from minillm.bench.own_engine import options
 from minillm.bench.systems import choose, draft_for, left_out, prompt_ids, room_for_prompt
 from minillm.bench.tables import speed_table
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PROMPT_TOKENS, NEW_TOKENS = 200, 24
-PROMPTS, ROUNDS = 8, 3
+PROMPTS, ROUNDS = 8, 6
+WARM_UP_TOKENS = 8
+"""Tokens of a prompt, and new ones, that are run before each completion with an empty prefix cache."""
 FEWEST = 20
 """Minimum number of completions for a percentile."""
 PLAIN = "minillm fp32"
@@ -54,7 +57,10 @@ class Engine:
         """Complete the prompt with an empty prefix cache, then again with a warm one."""
         from minillm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        params, few = (
+            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (new_tokens, WARM_UP_TOKENS)
+        )
+        self.llm.generate({"prompt_token_ids": prompt[:WARM_UP_TOKENS]}, few, use_tqdm=False)
         self.llm.reset_prefix_cache()
         for kind in ("cold", "warm"):
             began = time.perf_counter()
@@ -173,6 +179,7 @@ def _row(engine: Engine, kind: str, other: tuple[Engine, str] | None, new_tokens
         p50_ms=1000 * median,
         peak_memory_bytes=peak,
         outputs_equal=equal,
+        interval=median_interval(ratios),
         config={
             "engine": engine.name,
             "p90_ms": 1000 * percentile(seconds, 0.9),

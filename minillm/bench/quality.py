@@ -67,7 +67,7 @@ class Quality:
     mean_kl: float
     """KL(reference ‖ system), mean over tokens."""
     mean_kl_error: float
-    """Standard error of that mean."""
+    """Standard error of that mean, as if tokens were independent: those of one text are not, so it is too small."""
     max_kl: float
     top1: float
     """Share of tokens at which the system and the reference have the same argmax."""

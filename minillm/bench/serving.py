@@ -37,7 +37,7 @@ REQUESTS = 64
 LONGEST = 192
 """Longer prompts are cut to this many tokens."""
 NEW_TOKENS = 128
-ROUNDS = 5
+ROUNDS = 6
 FLAGS = ("--max-num-seqs", str(CONCURRENT), "--dtype", "float32", "--no-enable-prefix-caching")
 """Of both servers: the options of the offline engine."""
 

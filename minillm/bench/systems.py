@@ -184,9 +184,11 @@ def decode_system(name: str, workload: Workload, baseline: str | tuple[str, ...]
     """Load the system of that name for `harness.compare`. The time after the first tokens is measured."""
     completer = load(name, workload)
     last: list[Completion] = []
+    every: list[Completion] = []
 
     def run() -> list[list[int]]:
         last[:] = [completer.complete(prompt, workload.new_tokens) for prompt in workload.prompts]
+        every.extend(last)
         return [completion.token_ids for completion in last]
 
     def counted() -> Counted:
@@ -200,7 +202,7 @@ def decode_system(name: str, workload: Workload, baseline: str | tuple[str, ...]
 
     def extra() -> dict[str, object]:
         tried = {"tried_ms_per_token": workload.tried[name]} if name in workload.tried else {}
-        return {**completer.details, **tried, **completion_metrics(workload.prompts, last)}
+        return {**completer.details, **tried, **completion_metrics(workload.prompts, every)}
 
     return System(name, run, baseline, extra, counted)
 

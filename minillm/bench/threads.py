@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 COUNTS = (1, 2, 4, 8)
 PROMPT_TOKENS = 128
-ROUNDS = 5
+ROUNDS = 6
 CONTROL_GROUPS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 """Folders for control groups with a CPU quota, version 1 and 2."""
 SHARE = 0.5
