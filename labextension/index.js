@@ -110,6 +110,8 @@ class Provider {
 class Panel extends Widget {
   constructor(provider) {
     super();
+    this._provider = provider;
+    this._asked = 0;
     this.id = 'minillm-completion';
     this.title.label = 'Completion';
     this.title.closable = true;
@@ -125,14 +127,27 @@ class Panel extends Widget {
   }
 
   async refresh() {
-    if (this.isDisposed) {
-      return;
-    }
+    const number = (this._asked += 1);
+    const isOld = () => this.isDisposed || number !== this._asked;
     try {
-      this.node.innerHTML = (await ask('panel', { method: 'GET' })).html;
+      const { html } = await ask('panel', { method: 'GET' });
+      if (!isOld()) {
+        this.node.innerHTML = html;
+      }
     } catch (problem) {
-      this.node.textContent = problem.message;
+      if (!isOld()) {
+        this.node.textContent = problem.message;
+      }
     }
+  }
+
+  /** The provider outlives the panel. */
+  dispose() {
+    if (!this.isDisposed) {
+      clearTimeout(this._timer);
+      this._provider.onAnswer = () => {};
+    }
+    super.dispose();
   }
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain, count
 from numbers import Integral
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from minillm.config import CacheConfig, EngineArgs, reject_unknown
 from minillm.engine.assembly import assemble
 from minillm.engine.engine import Engine
-from minillm.errors import ConfigError, MinillmError, NonFiniteLogitsError, PromptError
+from minillm.errors import ConfigError, MinillmError, NonFiniteLogitsError, PromptError, RequestTooLargeError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.request import Request, request_seed
 from minillm.sampling import RequestOutputKind, SamplingParams
@@ -205,8 +206,8 @@ class LLMEngine:
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """Record everything the engine does inside the `with` block, for all threads."""
-        trace = Trace([self._started])
         with self.engine.lock:
+            trace = Trace([replace(self._started, cached_blocks=self.engine.pool.cached_blocks)])
             self.engine.listeners.append(trace.append)
         try:
             yield trace
@@ -214,29 +215,44 @@ class LLMEngine:
             with self.engine.lock:
                 self.engine.listeners.remove(trace.append)
 
+    def room_after(self, num_prompt_tokens: int) -> int:
+        """The most tokens that can follow a prompt in the context and in the block pool; below 1 if there is no room
+        for any. The last token of an output is never computed, so it needs no slot in the pool."""
+        pool = self.engine.pool
+        return min(self.max_model_len, pool.num_blocks * pool.block_size + 1) - num_prompt_tokens
+
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, request_id: str | None = None
     ) -> list[Request]:
         """Check a prompt. Returns one unqueued request per completion.
 
-        Without `params`, the defaults count, and a default `max_tokens` ends where the context ends. Any thread may
-        call it; it does not wait for a running step. Raises `PromptError` or `ConfigError`.
+        Without `params`, the defaults count. A default `max_tokens`, and one of None, end where the context or the
+        block pool ends (`room_after`). Any thread may call it; it does not wait for a running step.
+
+        Raises `PromptError`, `ConfigError`, or `RequestTooLargeError` for a prompt that alone fills the block pool. A
+        `max_tokens` that was asked for is checked against the pool by `queue`.
         """
         check_sampling_params(params)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError(f"priority={priority!r} must be an integer; lower runs first")
         text, token_ids, salt = self._read_prompt(prompt)
-        room = self.max_model_len - len(token_ids)
         is_default = params is None
         if params is None:
             params = self.default_sampling_params()
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if is_default:
-            max_tokens = min(max_tokens, room)
-        if room < max(max_tokens, 1):
+        max_tokens = room = self.room_after(len(token_ids))
+        if params.max_tokens is not None:
+            max_tokens = min(params.max_tokens, room) if is_default else params.max_tokens
+        if len(token_ids) + max(max_tokens, 1) > self.max_model_len:
+            fix = "shorten the prompt or lower max_tokens" if max_tokens > 1 else "shorten the prompt"
             raise PromptError(
                 f"{len(token_ids)} prompt tokens and {max(max_tokens, 1)} new ones are over the context of "
-                f"{self.max_model_len}; shorten the prompt or lower max_tokens"
+                f"{self.max_model_len}; {fix}"
+            )
+        if max_tokens < 1:
+            pool = self.engine.pool
+            raise RequestTooLargeError(
+                f"{len(token_ids)} prompt tokens need {pool.blocks_for(len(token_ids))} blocks, the pool has "
+                f"{pool.num_blocks}; shorten the prompt, or raise num_kv_blocks or kv_cache_memory_bytes"
             )
         self._check_against_model(params, max_tokens)
         number = self._next_number(is_request_id=request_id is None)

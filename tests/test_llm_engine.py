@@ -39,10 +39,13 @@ from minillm.trace import (
     RequestFinished,
     RequestPreempted,
     StepRan,
+    StepStarted,
     TokensCommitted,
+    Work,
     request_metrics,
 )
 from minillm.trace.acceptance_state import AcceptanceState
+from minillm.trace.request_metrics import MetricsWatcher
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -82,8 +85,27 @@ def test_a_max_tokens_that_nobody_asked_for_ends_with_the_context(tiny: TinyPair
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
     with pytest.raises(PromptError, match="over the context of 24"):
         llm.generate({"prompt_token_ids": [5] * 20}, llm.get_default_sampling_params(), use_tqdm=False)
-    with pytest.raises(PromptError, match="over the context of 24"):
+    with pytest.raises(PromptError, match=r"over the context of 24; shorten the prompt$"):
         llm.generate({"prompt_token_ids": [5] * 24}, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [None, SamplingParams(max_tokens=None, ignore_eos=True)])
+def test_a_max_tokens_that_nobody_asked_for_ends_with_the_block_pool(
+    tiny: TinyPair, tmp_path: Path, params: SamplingParams | None
+) -> None:
+    """The last token is never computed, so it needs no slot: 9 prompt tokens and 8 new ones fill 16."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.target, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 100_000, "eos_token_id": []}))
+    llm = LLM(str(folder), block_size=4, num_kv_blocks=4, enforce_eager=True)
+    for num_prompt_tokens, num_new in ((9, 8), (16, 1)):
+        [output] = llm.generate({"prompt_token_ids": [5] * num_prompt_tokens}, params, use_tqdm=False)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (num_new, "length")
+    fix = (
+        "17 prompt tokens need 5 blocks, the pool has 4; shorten the prompt, or raise num_kv_blocks or kv_cache_memory"
+    )
+    with pytest.raises(RequestTooLargeError, match=fix):
+        llm.generate({"prompt_token_ids": [5] * 17}, params, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -517,6 +539,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now = [0.0]
     monkeypatch.setattr(request_metrics.time, "perf_counter", lambda: now[0])
     yield now
+
+
+def test_the_queue_time_ends_where_the_first_step_begins(clock: list[float]) -> None:
+    watcher = MetricsWatcher()
+    ran = StepRan(1, [Work("a", "prefill", 0, 4)])
+    for clock[0], event in ((1.0, RequestAdded("a", "def", [1, 2, 3, 4])), (3.0, StepStarted(1, 0, 1)), (7.0, ran)):
+        watcher(event)
+    assert watcher.of("a").queue_time == 2.0
 
 
 def test_times_are_counted_per_request(tiny: TinyPair, clock: list[float]) -> None:

@@ -50,9 +50,9 @@ class BlockPool:
         return len(self._empty) + len(self._cached)
 
     @property
-    def num_cached(self) -> int:
-        """Blocks that have no owner but whose contents are kept."""
-        return len(self._cached)
+    def cached_blocks(self) -> list[int]:
+        """The ids of the blocks that have no owner but whose contents are kept, ascending."""
+        return sorted(self._cached)
 
     @property
     def num_used(self) -> int:

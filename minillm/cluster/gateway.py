@@ -26,7 +26,7 @@ from minillm.cluster.stream_replay import StreamReplay, can_replay
 from minillm.errors import EngineDeadError
 from minillm.serve.disconnects import EventStream, unless_disconnected
 from minillm.serve.http_errors import ApiError, error_event, install_error_handlers
-from minillm.serve.middleware import BodyLimit, KeyCheck
+from minillm.serve.middleware import install_checks
 from minillm.serve.responses import END
 from minillm.version import __version__
 
@@ -63,9 +63,7 @@ def build_gateway(
     server = settings.server_settings(api_keys)
     app = FastAPI(title="minillm cluster", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app, server.retry_after_s)
-    app.add_middleware(BodyLimit, max_bytes=server.max_body_bytes)
-    if server.api_keys:
-        app.add_middleware(KeyCheck, keys=server.api_keys)  # added last, so it runs first
+    install_checks(app, server)
 
     @app.get("/metrics")
     async def metrics() -> Response:

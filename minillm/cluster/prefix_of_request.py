@@ -38,8 +38,7 @@ class PrefixReader:
                 token_ids = self._completion_tokens(request)
             elif path == CHAT:
                 request = ChatRequest.model_validate_json(body)
-                messages = [message.for_template() for message in request.messages]
-                text = self.template.render(messages, request.add_generation_prompt)
+                text = self.template.render(request)
                 token_ids = self.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
             else:
                 return []

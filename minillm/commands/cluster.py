@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
@@ -96,6 +95,8 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=positive, default=8000, help="(default: %(default)s)")
     key_help = f"ask for one of these keys (default: the one in ${serve.API_KEY}, if set)"
     parser.add_argument("--api-key", nargs="+", metavar="KEY", help=key_help)
+    serve.add_queue_option(parser, "most unfinished sequences of a replica; more are answered 503")
+    serve.add_origins_option(parser)
     parser.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="(default: the model's)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template that every machine has")
     serve.add_engine_options(parser)
@@ -119,9 +120,10 @@ def _serve(args: argparse.Namespace) -> int:
         args.model,
         serve.given_engine_options(args),
         model_names=tuple(args.served_model_name),
+        allowed_origins=tuple(args.allowed_origins),
+        max_num_queued_reqs=args.max_num_queued_reqs,
         chat_template=str(args.chat_template) if args.chat_template else None,
     )
-    stopped = Event()
     set_environment()
     from minillm.cluster.application import ClusterSettings, serving
 
@@ -133,13 +135,19 @@ def _serve(args: argparse.Namespace) -> int:
         gpus_per_replica=args.gpus,
         router=args.router,
         max_imbalance=args.max_imbalance,
-        api_keys=tuple(args.api_key or ([os.environ[serve.API_KEY]] if os.environ.get(serve.API_KEY) else [])),
+        api_keys=serve.api_keys(args),
     )
+    signal.signal(signal.SIGTERM, _stop)  # before anything is started, and after the import of Ray, which sets one too
     with ray_session(args.address), serving(settings, args.host, args.port) as url:
-        signal.signal(signal.SIGTERM, lambda *_: stopped.set())
         print(f"minillm serves {args.replicas} replicas of {args.model} at {url}/v1", flush=True)
-        stopped.wait()
+        Event().wait()
     return 0
+
+
+def _stop(*_: object) -> None:
+    """End this program from wherever it is, so that what it has started is stopped. A second signal changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
 
 
 # --- generate --------------------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minillm.commands.command import Command
 from minillm.errors import ConfigError, UnsupportedError
+from minillm.serve.settings import MAX_NUM_QUEUED_REQS
 
 EXAMPLES = """\
   minillm serve minicoder
@@ -19,13 +20,15 @@ EXAMPLES = """\
   curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "def fib(n):", "max_tokens": 32, "temperature": 0}'
 """
+Json = TypeVar("Json", bound="dict[str, Any] | list[Any]")
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 API_KEY = "MINILLM_API_KEY"
 """The environment variable that holds the key if `--api-key` is not given: a command line is visible to others."""
 ENGINE_OPTIONS = (
-    *("dtype", "device", "seed", "quantization", "kv_cache_dtype", "block_size", "num_kv_blocks", "max_model_len"),
-    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"),
-    *("scheduling_policy", "enforce_eager", "speculative_config"),
+    *("dtype", "device", "seed", "quantization", "kv_cache_dtype", "kv_cache_config", "block_size", "num_kv_blocks"),
+    *("kv_cache_memory_bytes", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("enable_chunked_prefill", "long_prefill_token_threshold", "enable_prefix_caching", "scheduling_policy"),
+    *("tensor_parallel_size", "distributed_executor_backend", "enforce_eager", "speculative_config"),
 )
 """Options that go to `EngineArgs`. One that was not given is None here and keeps the engine's default."""
 
@@ -48,13 +51,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="a Jinja template (default: the model's own)"
     )
-    server.add_argument(
-        "--max-num-queued-reqs",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="most unfinished sequences, waiting and running; more are answered 503 (default: %(default)s)",
-    )
+    add_queue_option(server, "most unfinished sequences, waiting and running; more are answered 503")
+    add_origins_option(server)
     server.add_argument(
         "--max-body-bytes",
         type=int,
@@ -72,9 +70,35 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that running requests get to end when the server is stopped (default: %(default)s)",
     )
-    server.add_argument("--uvicorn-log-level", default="info", help="critical, error, warning, info, debug or trace")
+    server.add_argument(
+        "--uvicorn-log-level",
+        default="info",
+        help="critical, error, warning, info, debug or trace; of uvicorn and minillm (default: %(default)s)",
+    )
     server.add_argument("--disable-uvicorn-access-log", action="store_true", help="log no line per request")
     add_engine_options(parser)
+
+
+def add_queue_option(parser: argparse._ActionsContainer, what: str) -> None:
+    """Add `--max-num-queued-reqs`."""
+    parser.add_argument(
+        "--max-num-queued-reqs",
+        type=int,
+        default=MAX_NUM_QUEUED_REQS,
+        metavar="N",
+        help=f"{what} (default: %(default)s)",
+    )
+
+
+def add_origins_option(parser: argparse._ActionsContainer) -> None:
+    """Add `--allowed-origins`."""
+    parser.add_argument(
+        "--allowed-origins",
+        type=json_list,
+        default=["*"],
+        metavar="JSON",
+        help="""origins of web pages that may use it, such as '["https://example.org"]' (default: '["*"]', all)""",
+    )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -87,14 +111,24 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--quantization", "-q", help="int8, w8a8 or int4; a checkpoint of `minillm quantize` needs none"
     )
     engine.add_argument("--kv-cache-dtype", help="auto, int8 or int4")
+    engine.add_argument("--kv-cache-config", type=json_object, metavar="JSON", help="a cache layout, as in LLM(...)")
     engine.add_argument("--block-size", type=int, metavar="N", help="tokens per cache block")
     engine.add_argument("--num-kv-blocks", type=int, metavar="N", help="size of the block pool")
+    engine.add_argument("--kv-cache-memory-bytes", type=int, metavar="N", help="memory of the block pool")
     engine.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus completion, in tokens")
     engine.add_argument("--max-num-seqs", type=int, metavar="N", help="most requests that run at once")
     engine.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of one step")
+    engine.add_argument("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=None)
+    engine.add_argument(
+        "--long-prefill-token-threshold", type=int, metavar="N", help="most prompt tokens of one request in a step"
+    )
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
     engine.add_argument("--scheduling-policy", help="fcfs or priority")
+    engine.add_argument(
+        "--tensor-parallel-size", "-tp", type=int, metavar="N", help="processes that the model is split over"
+    )
+    engine.add_argument("--distributed-executor-backend", help="mp or external_launcher")
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="plain PyTorch")
     engine.add_argument("--speculative-config", type=json_object, metavar="JSON", help="as in LLM(...)")
 
@@ -116,7 +150,8 @@ def run(args: argparse.Namespace) -> int:
 
     settings = ServerSettings(
         model_names=tuple(args.served_model_name or [args.model]),
-        api_keys=tuple(args.api_key or ([os.environ[API_KEY]] if os.environ.get(API_KEY) else [])),
+        api_keys=api_keys(args),
+        allowed_origins=tuple(args.allowed_origins),
         max_body_bytes=args.max_body_bytes,
         max_logprobs=args.max_logprobs,
     )
@@ -136,6 +171,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Those of `--api-key`, or else the one in the environment."""
+    return tuple(args.api_key or ([os.environ[API_KEY]] if os.environ.get(API_KEY) else []))
+
+
 def engine_args(args: argparse.Namespace, kind: Any) -> Any:
     """The engine's options among `args`, as `kind`, which is `EngineArgs`."""
     return kind.from_options(args.model, given_engine_options(args))
@@ -148,14 +188,23 @@ def given_engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def json_object(text: str) -> dict[str, Any]:
     """The type of an option that takes a JSON object."""
+    return _json(text, dict, "object")
+
+
+def json_list(text: str) -> list[Any]:
+    """The type of an option that takes a JSON list."""
+    return _json(text, list, "list")
+
+
+def _json(text: str, kind: type[Json], name: str) -> Json:
     try:
         value = json.loads(text)
     except RecursionError:
         raise argparse.ArgumentTypeError("the JSON is nested too deeply") from None
     except ValueError as problem:
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is not JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} must be a JSON object")
+    if not isinstance(value, kind):
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} must be a JSON {name}")
     return value
 
 

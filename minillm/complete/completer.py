@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import count
 
 from minillm.async_llm import AsyncLLM
@@ -13,7 +14,7 @@ from minillm.complete.engine import engine_args
 from minillm.complete.prompt import Gap, gap_prompt
 from minillm.complete.suggestion import Suggestion, shown_text, suggestion_params
 from minillm.errors import PromptError
-from minillm.trace import Event, RequestAdded, Trace
+from minillm.trace import EngineStarted, Event, RequestAdded, Trace
 
 MAX_CONTEXT = 2048
 """Prompt and new tokens. Longer ones would take too long on a CPU, and too much of the block pool."""
@@ -37,7 +38,7 @@ class Completer:
         self._loading: asyncio.Task[AsyncLLM] | None = None
         self._turn = asyncio.Lock()
         self._numbers = count()
-        self._started: Event | None = None
+        self._started: EngineStarted | None = None
         self._trace = Trace()
 
     @property
@@ -106,6 +107,7 @@ class Completer:
     def _note(self, event: Event) -> None:
         """In the engine's thread: each request begins a new trace."""
         if isinstance(event, RequestAdded):
-            assert self._started is not None
-            self._trace = Trace([self._started])
+            assert self._started is not None and self.engine is not None
+            cached = self.engine.llm_engine.engine.pool.cached_blocks
+            self._trace = Trace([replace(self._started, cached_blocks=cached)])
         self._trace.append(event)

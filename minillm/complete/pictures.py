@@ -14,8 +14,7 @@ from minillm.viz.speculation.acceptance import AcceptanceStrip
 def panel_html(found: Suggestion, trace: Trace) -> str:
     """A line of facts, the suggestion, the acceptance strip, and the cache pages while the request held most of them.
 
-    It contains no scripts. The pages are drawn from this request's events alone, so pages that only earlier requests
-    have filled look free.
+    It contains no scripts.
     """
     pages = CachePagesView(trace, narrow=True)
     pictures = [AcceptanceStrip(trace, narrow=True).to_svg(), pages.to_svg(pages.most_informative_step())]

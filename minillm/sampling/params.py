@@ -56,7 +56,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """None: as many as the context allows."""
+    """None: as many as fit into the context and the block pool."""
     min_tokens: int = 0
     """End-of-text and stop tokens cannot be chosen before the output has this many tokens."""
     logprobs: int | None = None
@@ -103,12 +103,15 @@ class SamplingParams:
 
 
 def _name_unknown_options(cls: type[SamplingParams]) -> None:
-    """Make the constructor raise `UnknownOptionError` instead of `TypeError` for an unknown field."""
+    """Make the constructor raise `UnknownOptionError` for an unknown field, and `ConfigError` for a value without a
+    name, in place of `TypeError`."""
     construct = cls.__init__
     known = [field.name for field in fields(cls)]
 
     @wraps(construct)
-    def init(self: SamplingParams, **options: Any) -> None:
+    def init(self: SamplingParams, *values: Any, **options: Any) -> None:
+        if values:
+            raise ConfigError(f"SamplingParams({values[0]!r}): give options by name: SamplingParams(temperature=…)")
         for name in options:
             if name not in known:
                 close = get_close_matches(name, known, n=1)

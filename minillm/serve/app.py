@@ -18,7 +18,7 @@ from minillm.serve.completions import CompletionJob
 from minillm.serve.disconnects import unless_disconnected
 from minillm.serve.http_errors import ApiError, install_error_handlers
 from minillm.serve.metrics import ServerMetrics
-from minillm.serve.middleware import BodyLimit, KeyCheck
+from minillm.serve.middleware import install_checks
 from minillm.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
 from minillm.serve.responses import ModelCard, ModelList
 from minillm.serve.settings import ServerSettings
@@ -42,9 +42,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, template: ChatTemplate
 
     app = FastAPI(title="minillm", version=__version__, lifespan=lifespan)
     install_error_handlers(app, settings.retry_after_s)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    if settings.api_keys:
-        app.add_middleware(KeyCheck, keys=settings.api_keys)  # added last, so it runs first
+    install_checks(app, settings)
 
     def check_model(body: GenerationRequest) -> None:
         if body.model is not None and body.model not in settings.model_names:

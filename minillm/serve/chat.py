@@ -37,7 +37,7 @@ class ChatJob:
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings, template: ChatTemplate, body: ChatRequest) -> None:
         """Check the request. Raises `ApiError` or `ConfigError`."""
-        body.check_fields()
+        body.check_fields(engine.llm_engine.engine.scheduler.config.scheduling_policy)
         top = body.top_logprobs or 0
         if body.echo:
             raise ApiError("echo is not supported in a chat; leave it out", param="echo")
@@ -57,7 +57,7 @@ class ChatJob:
             limit = getattr(body, name)
             if limit is not None and limit < 1:
                 raise ApiError(f"{name}={limit} must be at least 1; left out, it is as many as fit", param=name)
-        text = template.render([message.for_template() for message in body.messages], body.add_generation_prompt)
+        text = template.render(body)
         token_ids = self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         self.prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
         if body.cache_salt:
@@ -70,10 +70,10 @@ class ChatJob:
         )
 
     def _default_limit(self, num_prompt_tokens: int) -> int | None:
-        """What the checkpoint's `generation_config.json` names, or as much of it as the context has room for."""
+        """What the checkpoint's `generation_config.json` names, if there is room for it. None: as many as fit."""
         llm_engine = self.engine.llm_engine
         stated = llm_engine.engine.runner.model.config.sampling_defaults.get("max_tokens")
-        return None if stated is None else min(stated, max(1, llm_engine.max_model_len - num_prompt_tokens))
+        return stated if stated is not None and stated < llm_engine.room_after(num_prompt_tokens) else None
 
     async def respond(self, on_finish: Observer) -> Response:
         """Run it. Returns the answer, or the stream of its chunks."""
@@ -109,15 +109,13 @@ class ChatJob:
 
     async def _events(self, batch: PromptBatch) -> AsyncIterator[str]:
         streams = [ChoiceStream(self.params) for _ in range(self.params.n)]
+        has_begun = False
         try:
-            for index in range(self.params.n):
-                role = {"role": "assistant", "content": ""}
-                piece = ChatChunkChoice(index=index, delta=role, finish_reason=None)
-                first = self._chunk([piece], self._running_usage(0))
-                if self.body.return_token_ids:
-                    first.prompt_token_ids = self.prompt["prompt_token_ids"]
-                yield event(first)
             async for _, output in batch.outputs():
+                if not has_begun:  # only now, as in vLLM: a gateway may send a request elsewhere until this is sent
+                    for index in range(self.params.n):
+                        yield event(self._role_chunk(index))
+                    has_begun = True
                 for choice in output.outputs:
                     stream = streams[choice.index]
                     if stream.ended or (delta := stream.advance(choice)) is None:
@@ -129,6 +127,14 @@ class ChatJob:
         except Exception as problem:
             yield error_event(problem)
         yield END
+
+    def _role_chunk(self, index: int) -> ChatChunk:
+        """The first chunk of a choice."""
+        role = {"role": "assistant", "content": ""}
+        chunk = self._chunk([ChatChunkChoice(index=index, delta=role, finish_reason=None)], self._running_usage(0))
+        if self.body.return_token_ids:
+            chunk.prompt_token_ids = self.prompt["prompt_token_ids"]
+        return chunk
 
     def _running_usage(self, num_tokens: int) -> Usage | None:
         """The tokens of a choice that has `num_tokens` so far; None if the chunks carry no counts."""

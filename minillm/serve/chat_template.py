@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cached_property
 from http import HTTPStatus
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jinja2 import TemplateSyntaxError
 
 from minillm.errors import CheckpointError, ConfigError
 from minillm.serve.http_errors import ApiError
+from minillm.serve.requests import ChatRequest
 from minillm.tokenizer import Tokenizer
 
 
@@ -35,34 +37,44 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.source = read_template(file)
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the model can chat."""
-        if self.source is not None:
-            return True
+    @cached_property
+    def _hf(self) -> Any:
+        """The tokenizer as a transformers object, or the `CheckpointError` if it cannot be read, which is found out
+        only once."""
         try:
-            return bool(self.tokenizer.hf().chat_template)
-        except CheckpointError:  # no tokenizer that transformers reads, so no template
-            return False
+            return self.tokenizer.hf()
+        except CheckpointError as problem:
+            return problem
 
-    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """The prompt for these messages. Raises `ApiError` if there is no template, or if it refuses them."""
-        if not self.is_there:
+    def render(self, body: ChatRequest) -> str:
+        """The prompt for the messages of a request.
+
+        Raises `ApiError` if there is no template, if the tokenizer cannot be read, or if the template refuses them.
+        """
+        if isinstance(self._hf, CheckpointError):
+            raise ApiError(str(self._hf), HTTPStatus.INTERNAL_SERVER_ERROR)
+        if self.source is None and not self._hf.chat_template:
             raise ApiError(
                 f"{self.model!r} has no chat template, so it cannot chat; use /v1/completions, or start the server "
                 "with --chat-template FILE"
             )
-        try:
-            tokenizer = self.tokenizer.hf()
-        except CheckpointError as problem:  # the template is the server's own, so its tokenizer was not read before
-            raise ApiError(str(problem), HTTPStatus.INTERNAL_SERVER_ERROR) from None
+        variables = body.chat_template_kwargs or {}
+        for name in ("messages", *signature(self._hf.apply_chat_template).parameters):
+            if name in variables:
+                raise ApiError(
+                    f"chat_template_kwargs has {name!r}; it is for the template's own variables, such as "
+                    "enable_thinking: leave it out",
+                    param="chat_template_kwargs",
+                )
+        messages = [message.for_template() for message in body.messages]
         try:
             return str(
-                tokenizer.apply_chat_template(
-                    list(messages),
+                self._hf.apply_chat_template(
+                    messages,
                     chat_template=self.source,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=body.add_generation_prompt,
                     tokenize=False,
+                    **variables,
                 )
             )
         except TemplateSyntaxError as problem:

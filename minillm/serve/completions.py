@@ -19,7 +19,7 @@ from minillm.serve.disconnects import EventStream
 from minillm.serve.http_errors import ApiError, error_event
 from minillm.serve.logprobs import completion_logprobs
 from minillm.serve.prompt_batch import Observer, PromptBatch
-from minillm.serve.requests import CompletionRequest
+from minillm.serve.requests import MAX_PROMPTS, CompletionRequest
 from minillm.serve.responses import END, Completion, CompletionChoice, Usage, event
 from minillm.serve.settings import ServerSettings
 
@@ -29,7 +29,7 @@ class CompletionJob:
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings, body: CompletionRequest) -> None:
         """Check the request. Raises `ApiError`, `ConfigError` or `PromptError`."""
-        body.check_fields()
+        body.check_fields(engine.llm_engine.engine.scheduler.config.scheduling_policy)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise ApiError(f"best_of={body.best_of} is not supported; leave it out, or ask for n", param="best_of")
         if body.logprobs is not None and not settings.allows_logprobs(body.logprobs):
@@ -56,14 +56,17 @@ class CompletionJob:
 
     def _prompts(self) -> list[Prompt]:
         given, suffix = self.body.prompt, self.body.suffix
-        if not given:
-            raise ApiError("the prompt is empty; give a text or at least one token", param="prompt")
         if suffix is not None:
             if not isinstance(given, str) or self.body.echo:
                 raise ApiError("suffix needs one prompt, given as text, and no echo", param="suffix")
-            given = fim_prompt(self.tokenizer, self.model, given, suffix)
+            given = fim_prompt(self.tokenizer, self.model, given, suffix)  # which is not empty
+        if not given:
+            raise ApiError("the prompt is empty; give a text or at least one token", param="prompt")
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
+        if len(given) > MAX_PROMPTS:
+            message = f"prompt has {len(given)} prompts; at most {MAX_PROMPTS} are allowed: send several requests"
+            raise ApiError(message, param="prompt")
         salt = {"cache_salt": self.body.cache_salt} if self.body.cache_salt else {}
         return [{**self._prompt(one), **salt} for one in given]
 

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from minillm.errors import EngineDeadError, EngineGenerateError, MinillmError, QueueOverflowError
@@ -52,7 +53,8 @@ def status_of(problem: Exception) -> HTTPStatus:
 
 
 def error_body(message: str, status: HTTPStatus, param: str | None = None) -> dict[str, object]:
-    """The JSON of an error."""
+    """The JSON of an error. Half a surrogate pair, which cannot be sent, is written as an escape."""
+    message = message.encode("utf-8", "backslashreplace").decode()
     kind = TYPES.get(status, "InternalServerError" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
@@ -82,7 +84,7 @@ def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def of_http(request: Request, problem: HTTPException) -> JSONResponse:
-        response = respond(str(problem.detail), HTTPStatus(problem.status_code))
+        response = respond(_with_fix(app, request, problem), HTTPStatus(problem.status_code))
         response.headers.update(problem.headers or {})
         return response
 
@@ -91,11 +93,24 @@ def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
         return respond(UNEXPECTED, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+def _with_fix(app: FastAPI, request: Request, problem: HTTPException) -> str:
+    """What is wrong with a request that reached no endpoint, and what this server takes."""
+    path, allowed = request.url.path, (problem.headers or {}).get("Allow", "")
+    if problem.status_code == HTTPStatus.NOT_FOUND:
+        paths = ", ".join(route.path_format for route in app.routes if isinstance(route, APIRoute))
+        return f"there is no path {path}; this server has {paths}"
+    if problem.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        return f"{path} does not take {request.method}; use {allowed}"
+    if problem.status_code == HTTPStatus.BAD_REQUEST:  # a body that the framework cannot read
+        return NOT_AN_OBJECT
+    return str(problem.detail)
+
+
 def describe(problem: RequestValidationError) -> tuple[str, HTTPStatus, str | None]:
     """What is wrong with a body: the message, the status, and the first field that is wrong."""
     errors = problem.errors()
     if errors and errors[0]["type"] == "json_invalid":
-        return f"the body is not JSON: {errors[0]['ctx']['error']}", HTTPStatus.BAD_REQUEST, None
+        return f"{NOT_AN_OBJECT}; it is not JSON: {errors[0]['ctx']['error']}", HTTPStatus.BAD_REQUEST, None
     parts, fields = [], []
     for error in errors:
         if tuple(error["loc"]) == ("body",):

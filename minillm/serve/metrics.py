@@ -6,7 +6,8 @@ Dashboards that were made for vLLM find what they look for. What vLLM counts and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -22,6 +23,7 @@ from minillm.trace import (
     RequestFinished,
     RequestPreempted,
     StepRan,
+    StepStarted,
     TokensCommitted,
 )
 
@@ -29,6 +31,12 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 """Upper ends of the buckets for the time between two tokens, in seconds."""
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 """The same for the times of whole requests."""
+
+
+def one_two_five(most: int) -> tuple[int, ...]:
+    """vLLM's buckets for numbers of tokens: 1, 2, 5, 10, 20, 50, … up to `most`."""
+    values = (digit * 10**zeros for zeros in range(len(str(most))) for digit in (1, 2, 5))
+    return tuple(value for value in values if value <= most)
 
 
 class ServerMetrics:
@@ -42,7 +50,7 @@ class ServerMetrics:
             made = Counter(f"vllm:{name}", what, ["model_name", *labels], registry=self.registry)
             return made if labels else made.labels(model_name)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
             made = Histogram(f"vllm:{name}", what, ["model_name"], registry=self.registry, buckets=buckets)
             return made.labels(model_name)
 
@@ -62,15 +70,21 @@ class ServerMetrics:
             "request_time_per_output_token_seconds", "Per token after the first, averaged over each request.", SHORT
         )
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LONG)
-        self.queued = histogram("request_queue_time_seconds", "From arrival to the first forward.", LONG)
+        self.queued = histogram("request_queue_time_seconds", "In the engine's queue, to the first step.", LONG)
+        self.prefilled = histogram("request_prefill_time_seconds", "From the first step to the first token.", LONG)
+        self.decoded = histogram("request_decode_time_seconds", "From the first token to the last.", LONG)
+        self.ran = histogram("request_inference_time_seconds", "From the first step to the last token.", LONG)
+        numbers = one_two_five(engine.llm_engine.max_model_len)
+        self.tokens_of_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", numbers)
+        self.tokens_of_output = histogram("request_generation_tokens", "Generated tokens of a request.", numbers)
         self.registry.register(_Gauges(engine, model_name))
-        self._new: set[str] = set()
-        """Requests that have not run yet."""
-        self._last_gain: dict[str, float] = {}
-        """When each unfinished request last gained tokens."""
+        self._times: dict[str, _Times] = {}
+        """Of the unfinished requests. A prompt with several choices is several requests, as in vLLM."""
+        self._step_began = 0.0
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RequestAdded: self._added,
             BlocksShared: self._shared,
+            StepStarted: self._step_started,
             StepRan: self._ran,
             TokensCommitted: self._committed,
             RequestPreempted: lambda event: self.preemptions.inc(),
@@ -87,8 +101,6 @@ class ServerMetrics:
         times = output.metrics
         if times.last_token_time is not None:
             self.whole.observe(times.last_token_time - arrival_time)
-        if times.first_scheduled_time is not None:
-            self.queued.observe(times.first_scheduled_time - arrival_time)
         if times.first_token_time is not None:
             self.first_token.observe(times.first_token_time - arrival_time)
         if times.tpot is not None:
@@ -104,10 +116,11 @@ class ServerMetrics:
         self.prompt_tokens.inc(len(event.prompt_token_ids))
         if self._has_prefix_cache:
             self.cache_queries.inc(len(event.prompt_token_ids))
-        self._new.add(event.request_id)
+        self._times[event.request_id] = _Times(time.perf_counter())
 
     def _shared(self, event: BlocksShared) -> None:
-        if self._has_prefix_cache and event.request_id in self._new:  # a preempted request finds its own blocks
+        times = self._times.get(event.request_id)
+        if self._has_prefix_cache and times and times.began is None:  # a preempted request finds its own blocks
             self.cache_hits.inc(event.num_tokens)
 
     @property
@@ -115,9 +128,14 @@ class ServerMetrics:
         """Without it, forks share blocks all the same, but nothing is looked up."""
         return bool(self.engine.llm_engine.engine.scheduler.config.enable_prefix_caching)
 
+    def _step_started(self, event: StepStarted) -> None:
+        self._step_began = time.perf_counter()
+
     def _ran(self, event: StepRan) -> None:
-        if self._new:
-            self._new.difference_update([work.request_id for work in event.work])
+        for work in event.work:
+            times = self._times.get(work.request_id)
+            if times and times.began is None:
+                times.began = self._step_began
 
     def _committed(self, event: TokensCommitted) -> None:
         self.generation_tokens.inc(len(event.token_ids))
@@ -125,16 +143,38 @@ class ServerMetrics:
             self.drafts.inc()
             self.draft_tokens.inc(event.num_drafts)
             self.accepted_tokens.inc(event.num_accepted)
-        now = time.perf_counter()
-        before = self._last_gain.get(event.request_id)
-        if before is not None:
-            self.between_tokens.observe(now - before)
-        self._last_gain[event.request_id] = now
+        now, times = time.perf_counter(), self._times.get(event.request_id)
+        if times is None:
+            return
+        if times.last is None:
+            times.first = now
+        else:
+            self.between_tokens.observe(now - times.last)
+        times.last = now
 
     def _ended(self, event: RequestFinished) -> None:
         self.finished[event.reason].inc()
-        self._new.discard(event.request_id)
-        self._last_gain.pop(event.request_id, None)
+        times = self._times.pop(event.request_id, None)
+        if event.reason == "abort" or not times or times.began is None or times.first is None or times.last is None:
+            return
+        self.queued.observe(times.began - times.added)
+        self.prefilled.observe(times.first - times.began)
+        self.decoded.observe(times.last - times.first)
+        self.ran.observe(times.last - times.began)
+        self.tokens_of_prompt.observe(event.num_prompt_tokens)
+        self.tokens_of_output.observe(event.num_output_tokens)
+
+
+@dataclass
+class _Times:
+    """When something happened to a request."""
+
+    added: float
+    began: float | None = None
+    """The beginning of its first step."""
+    first: float | None = None
+    last: float | None = None
+    """Its first and last tokens so far."""
 
 
 class _Gauges(Collector):

@@ -1,4 +1,5 @@
-"""What is checked before a request is read: its key and its size. Plain ASGI, so streams pass through untouched."""
+"""What is checked before a request is read: its origin, its key and its size. Plain ASGI, so streams pass through
+untouched."""
 
 from __future__ import annotations
 
@@ -7,15 +8,26 @@ import secrets
 from collections.abc import Sequence
 from http import HTTPStatus
 
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minillm.serve.http_errors import error_body
+from minillm.serve.settings import ServerSettings
 
 GUARDED = "/v1"
 """Paths under this need a key. `/health` and `/metrics` do not, as in vLLM."""
+
+
+def install_checks(app: FastAPI, settings: ServerSettings) -> None:
+    """Let `app` check every request. What is added last runs first: a browser asks whether its page's origin is allowed
+    without a key, and must be able to read every refusal."""
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(KeyCheck, keys=settings.api_keys)
+    app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
 
 class KeyCheck:
@@ -27,7 +39,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
-        if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
             await self.app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

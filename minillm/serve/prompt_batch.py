@@ -20,7 +20,7 @@ Observer = Callable[[float, RequestOutput], None]
 class PromptBatch:
     """One stream of outputs per prompt. Closing it aborts those that have not ended."""
 
-    def __init__(self, streams: Sequence[OutputStream], on_finish: Observer) -> None:
+    def __init__(self, streams: list[OutputStream], on_finish: Observer) -> None:
         self.streams = streams
         self.on_finish = on_finish
         self.newest: dict[int, RequestOutput] = {}
@@ -48,8 +48,7 @@ class PromptBatch:
         batch = cls([], on_finish)
         try:
             for number, prompt in enumerate(prompts):
-                stream = await engine.add_request(f"{name}-{number}", prompt, params, priority=priority)
-                batch.streams = [*batch.streams, stream]
+                batch.streams.append(await engine.add_request(f"{name}-{number}", prompt, params, priority=priority))
         except BaseException:
             await batch.aclose()
             raise

@@ -22,7 +22,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "ec_transfer_params": (),
@@ -70,6 +69,8 @@ IGNORED = frozenset(
 """Fields about OpenAI's own service: its books, its caches, its price."""
 MAX_STOPS = 4
 """The most stop strings, as in OpenAI's API and by default in vLLM: each costs a search at every token."""
+MAX_PROMPTS = 1024
+"""The most prompts of one request: each has a stream of its own until all have ended."""
 
 # A list is read up to its first wrong item: an error for each of a million items would fill the memory.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -116,9 +117,9 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool | None = None
 
-    def check_fields(self) -> None:
-        """Raise `ApiError` for a field that minillm lacks, too many stop strings, and options of a stream without a
-        stream."""
+    def check_fields(self, scheduling_policy: str) -> None:
+        """Raise `ApiError` for a field that minillm lacks, too many stop strings, options of a stream without a stream,
+        and a priority that the engine's `scheduling_policy` would ignore."""
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
                 if value is not None and value not in UNSUPPORTED[name]:
@@ -133,6 +134,12 @@ class GenerationRequest(BaseModel):
             )
         if self.stream_options and not self.stream:
             raise ApiError("stream_options need stream=true", param="stream_options")
+        if self.priority and scheduling_policy != "priority":
+            raise ApiError(
+                f"priority={self.priority} has no effect under the scheduling policy {scheduling_policy!r}; leave it "
+                "out, or start the server with --scheduling-policy priority",
+                param="priority",
+            )
 
     def sampling_params(self, defaults: SamplingParams, max_tokens: int | None, **own: Any) -> SamplingParams:
         """The parameters of the request; `own` are those of its kind, `defaults` give what it leaves out. Raises
@@ -196,7 +203,8 @@ class ChatMessage(BaseModel):
     content: str | Parts | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it, with the parts of its content joined.
+        """The message as chat templates read it: the parts of its content joined by line ends, and without the other
+        fields that are null, as in vLLM, because templates ask whether a field is there.
 
         Raises `ApiError` for a part that is not text, or has none.
         """
@@ -209,8 +217,9 @@ class ChatMessage(BaseModel):
                 if not isinstance(text, str):
                     given = type(text).__name__
                     raise ApiError(f"a part of type 'text' needs a string as its text, not {given}", param="messages")
-            content = "".join(part["text"] for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+            content = "\n".join(part["text"] for part in content)
+        others = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {**others, "role": self.role, "content": content or ""}
 
 
 class ChatRequest(GenerationRequest):
@@ -220,10 +229,12 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     """The older name of `max_completion_tokens`. Neither: what the checkpoint's `generation_config.json`
-    names, or as many as the context allows."""
+    names, or as many as fit into the context and the block pool."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=-1)
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, such as `enable_thinking` for Qwen3 and SmolLM3."""
     add_special_tokens: bool = False
     """Whether the text of the chat template, which has special tokens of its own, gets those of the tokenizer, too."""
     echo: bool | None = False

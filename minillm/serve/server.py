@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -46,6 +47,7 @@ def make_server(app: FastAPI, shutdown_timeout: int | None, log_level: str, acce
     """
     config = uvicorn.Config(
         app,
+        log_config=log_config(log_level),
         log_level=log_level,
         access_log=access_log,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -53,6 +55,13 @@ def make_server(app: FastAPI, shutdown_timeout: int | None, log_level: str, acce
         lifespan="on",
     )
     return uvicorn.Server(config)
+
+
+def log_config(level: str) -> dict[str, Any]:
+    """uvicorn's logging, and minillm's own messages beside it."""
+    known = uvicorn.config.LOGGING_CONFIG
+    own = {"handlers": ["default"], "level": uvicorn.config.LOG_LEVELS[level]}
+    return {**known, "loggers": {**known["loggers"], "minillm": own}}
 
 
 def check_log_level(name: str) -> None:

@@ -8,6 +8,8 @@ from minillm.config import at_least
 from minillm.errors import ConfigError
 
 MIB = 1 << 20
+MAX_NUM_QUEUED_REQS = 1024
+"""Unfinished sequences, waiting and running, that a server takes unless it is told another number."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class ServerSettings:
     """The names that requests may give as `model`; responses carry the first."""
     api_keys: tuple[str, ...] = ()
     """A request under `/v1` must carry one of these as a bearer token. Empty: none is asked for."""
+    allowed_origins: tuple[str, ...] = ("*",)
+    """Origins of web pages that may use this server (CORS), such as `https://example.org`; `*`: all, as in vLLM."""
     max_body_bytes: int = 4 * MIB
     """Longest request body."""
     max_logprobs: int = 20
@@ -34,6 +38,11 @@ class ServerSettings:
             raise ConfigError(f"served model names {self.model_names!r} must be one or more non-empty names")
         if not all(self.api_keys):
             raise ConfigError("an API key is empty; give a key, or leave the option out to ask for none")
+        if not all(isinstance(origin, str) and origin for origin in self.allowed_origins):
+            raise ConfigError(
+                f"allowed origins {list(self.allowed_origins)} must be texts such as 'https://example.org', or '*' for "
+                "all"
+            )
         at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_logprobs", self.max_logprobs, -1)
         at_least("retry_after_s", self.retry_after_s, 0)

@@ -2,6 +2,7 @@
 
 `request_metrics`, `step_metrics` and `run_metrics` count. Pictures are drawn from `cache_state`, `acceptance_state` and
 `timeline_state`. `replay` computes the state after any step of a trace. `of_vllm` records a trace of a real vLLM.
+`forward_events` are those of lessons that run a model without the engine.
 """
 
 from minillm.trace.events import (
@@ -28,6 +29,7 @@ from minillm.trace.events import (
     Work,
     WorkKind,
 )
+from minillm.trace.forward_events import ForwardWork, RowsWritten
 from minillm.trace.vllm_trace import of_vllm
 
 __all__ = [
@@ -41,10 +43,12 @@ __all__ = [
     "DraftsPlanned",
     "EngineStarted",
     "Event",
+    "ForwardWork",
     "Listeners",
     "RequestAdded",
     "RequestFinished",
     "RequestPreempted",
+    "RowsWritten",
     "StepFinished",
     "StepRan",
     "StepStarted",

@@ -151,6 +151,7 @@ class CacheState(TraceState):
         match event:
             case EngineStarted():
                 self.engine = event
+                self.in_prefix_cache.update(event.cached_blocks)
             case RequestAdded():
                 self._add(event)
             case StepStarted(step=step):

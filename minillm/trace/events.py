@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -69,6 +69,8 @@ class EngineStarted(Event):
     speculative_method: str | None = None
     keeps_every_token: bool = True
     """False for a layout that drops tokens: then a slot is a token that was computed, not memory in use."""
+    cached_blocks: list[Size] = field(default_factory=list)
+    """Blocks without an owner that were in the prefix cache already, because the engine had run before."""
 
     @property
     def drafter(self) -> str | None:

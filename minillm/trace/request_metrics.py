@@ -17,6 +17,7 @@ from minillm.trace import (
     RequestFinished,
     RequestPreempted,
     StepRan,
+    StepStarted,
     TokensCommitted,
 )
 
@@ -30,6 +31,7 @@ class RequestMetrics:
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
+    """The beginning of its first step."""
     first_token_time: float | None = None
     last_token_time: float | None = None
     decoding_time: float = 0.0
@@ -96,6 +98,7 @@ class MetricsWatcher:
         """The other prompts that have ended and are not forgotten yet, from the first that ended on."""
         self._prefilled: set[str] = set()
         """Completions with a prefill in this step."""
+        self._step_began = 0.0
         self._latest: dict[str, float] = {}
         """When each unfinished completion gained its latest tokens."""
 
@@ -113,6 +116,8 @@ class MetricsWatcher:
                     self.forget(name)
                     self.requests[name] = RequestMetrics(arrival_time=now)
                 self._running[name] += 1
+            case StepStarted():
+                self._step_began = now
             case StepRan():
                 self._drop_oldest()
                 self._prefilled = {work.request_id for work in event.work if work.kind == "prefill"}
@@ -120,7 +125,7 @@ class MetricsWatcher:
                     metrics = self.requests[prompt_id_of(work.request_id)]
                     metrics.num_target_forwards += 1
                     if metrics.first_scheduled_time is None:
-                        metrics.first_scheduled_time = now
+                        metrics.first_scheduled_time = self._step_began
             case TokensCommitted():
                 metrics = self.requests[prompt_id_of(event.request_id)]
                 metrics.num_output_tokens += len(event.token_ids)

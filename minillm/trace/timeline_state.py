@@ -26,7 +26,7 @@ USEFUL: tuple[CellKind, ...] = ("prefill", "decode", "verify")
 """The working kinds that advance the request: a recomputation only repairs a preemption."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Cell:
     """One request in one step."""
 
@@ -40,6 +40,10 @@ class Cell:
     num_accepted: int = 0
     num_committed: int = 0
     """Tokens that the request gained."""
+
+
+WAITING = Cell()
+"""The cell of every request in every step in which nothing happens to it."""
 
 
 @dataclass
@@ -178,10 +182,14 @@ class TimelineState(TraceState):
         self.timeline.num_steps += 1
         for row in self.timeline.rows:
             if row.end is None:
-                row.cells[step] = Cell()
+                row.cells[step] = WAITING
 
     def _cell(self, request_id: str) -> Cell:
-        return self._rows[request_id].cells[self._step]
+        """The request's cell of this step, which may be changed."""
+        cells = self._rows[request_id].cells
+        if cells[self._step] is WAITING:
+            cells[self._step] = Cell()
+        return cells[self._step]
 
     def _run(self, work: Work) -> None:
         cell, row = self._cell(work.request_id), self._rows[work.request_id]

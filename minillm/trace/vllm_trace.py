@@ -56,8 +56,9 @@ def of_vllm(llm: Any) -> Iterator[Trace]:
     (`LLM(..., async_scheduling=False)`), and be idle. Raises `UnsupportedError` if it does not.
     """
     scheduler = _scheduler_of(llm)
-    trace = Trace([_engine_started(llm, scheduler)])
-    recorder = _Recorder(scheduler, llm.get_tokenizer(), trace)
+    started = _engine_started(llm, scheduler)
+    trace = Trace([started])
+    recorder = _Recorder(scheduler, llm.get_tokenizer(), trace, started.cached_blocks)
     wrapped = {
         "add_request": recorder.add_request,
         "schedule": recorder.schedule,
@@ -81,19 +82,21 @@ class _Known:
     """vLLM's request."""
     name: str
     table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Tokens in the cache before this step; vLLM itself forgets it when it preempts."""
 
 
 class _Recorder:
     """Calls the scheduler's own methods and tells what they changed."""
 
-    def __init__(self, scheduler: Any, tokenizer: Any, trace: Trace) -> None:
+    def __init__(self, scheduler: Any, tokenizer: Any, trace: Trace, cached: Sequence[int] = ()) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.tell = trace.append
         self.manager = scheduler.kv_cache_manager
         self.blocks: Sequence[Any] = scheduler.kv_cache_manager.block_pool.blocks
         self.known: dict[str, _Known] = {}
-        self.cached: set[int] = set()
+        self.cached = set(cached)
         """Blocks that were told to be in the prefix cache."""
         self.num_steps = 0
         self.began = self.scheduled = 0.0
@@ -111,6 +114,8 @@ class _Recorder:
         """The first half of a step: who runs, with which blocks."""
         self.began = time.perf_counter()
         before = len(self.scheduler.running), len(self.scheduler.waiting)
+        for known in self.known.values():
+            known.num_computed = known.request.num_computed_tokens
         output = self._own["schedule"](*args, **options)
         self.scheduled = time.perf_counter()
         if not output.num_scheduled_tokens:
@@ -166,8 +171,7 @@ class _Recorder:
     def _tell_preemption(self, known: _Known, resumed: bool) -> None:
         """Tell that a request has lost its blocks, and perhaps got others in the same step."""
         if known.table and (resumed or not self._table(known)):
-            num_computed = min(len(known.table) * self.scheduler.block_size, known.request.num_tokens - 1)
-            self.tell(RequestPreempted(known.name, num_computed))
+            self.tell(RequestPreempted(known.name, known.num_computed))
             self.tell(BlocksFreed(known.name, known.table, "preempted"))
             known.table = []
 
@@ -177,6 +181,7 @@ class _Recorder:
         if not known.table and num_computed:
             shared = table[: -(-num_computed // self.scheduler.block_size)]
             self.tell(BlocksShared(known.name, shared, num_computed, "prefix"))
+            self.cached.update(shared)
             known.table = shared
         new = table[len(known.table) :]
         if evicted := [block for block in new if block in self.cached]:
@@ -244,18 +249,20 @@ def _engine_started(llm: Any, scheduler: Any) -> EngineStarted:
     config = scheduler.vllm_config
     speculative = config.speculative_config
     [group] = scheduler.kv_cache_config.kv_cache_groups
+    pool = scheduler.kv_cache_manager.block_pool
     draft = getattr(speculative, "draft_model_config", None) if speculative and speculative.uses_draft_model() else None
     return EngineStarted(
         model=config.model_config.model,
         draft_model=draft.model if draft else None,
         block_size=scheduler.block_size,
-        num_blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+        num_blocks=pool.num_gpu_blocks,
         bytes_per_block=group.kv_cache_spec.page_size_bytes * len(group.layer_names),
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
         prefix_caching=bool(config.cache_config.enable_prefix_caching),
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         speculative_method=speculative.method if speculative else None,
+        cached_blocks=[i for i, block in enumerate(pool.blocks) if block.block_hash is not None],
     )
 
 

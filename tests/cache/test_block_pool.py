@@ -201,7 +201,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @invariant()
     def hashes_lead_to_their_blocks(self) -> None:
         """Exactly the cached blocks are found, each by its own hash."""
-        assert self.pool.num_cached == len(self.cached)
+        assert self.pool.cached_blocks == sorted(self.cached)
         for block_id, block_hash in self.hashes.items():
             assert self.pool.find(block_hash) == block_id
         for number in range(self.next_hash):

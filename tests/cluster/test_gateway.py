@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
 from minillm.trace import Event, RequestFinished
 from tests.conftest import TinyPair
+from tests.serve.held_engine import held
 
 GREEDY = {"prompt": "def add(a, b):\n", "max_tokens": 24, "temperature": 0}
 
@@ -192,6 +194,25 @@ def test_keys_and_lengths_are_checked_before_a_replica_is_asked(replica: Replica
     assert all(name != b"authorization" for name, _ in replicas.calls[0].headers)
 
 
+def test_a_web_page_is_answered_by_the_gateway(replica: Replica, settings: ReplicaSettings) -> None:
+    replicas = Unreliable(replica)
+    page = {"Origin": "https://page.example"}
+    answer = ask(replicas, settings, GREEDY, headers=page)
+    assert answer.headers.get_list("access-control-allow-origin") == ["*"]
+    named = replace(settings, allowed_origins=("https://mine.example",))
+    assert "access-control-allow-origin" not in ask(replicas, named, GREEDY, headers=page).headers
+
+
+def test_a_replica_has_a_limit_of_sequences(tiny: TinyPair) -> None:
+    made = Replica(ReplicaSettings(str(tiny.target), {"device": "cpu", "enforce_eager": True}), "b")
+    try:
+        answer = ask(Unreliable(made), ReplicaSettings("b"), GREEDY | {"n": 1025, "temperature": 1})
+        assert answer.status_code == 400
+        assert "1025 sequences; the limit of this server is 1024" in answer.json()["error"]["message"]
+    finally:
+        made.engine.shutdown()
+
+
 def test_the_router_gets_the_hashes_of_the_prompt(replica: Replica, settings: ReplicaSettings) -> None:
     replicas = Unreliable(replica)
     ask(replicas, settings, GREEDY, reader=PrefixReader(settings.model, 4))
@@ -213,11 +234,12 @@ def test_an_answer_that_nobody_reads_on_is_aborted(replica: Replica) -> None:
             reasons.append(event.reason)
 
     async def leave() -> None:
-        answer = replica.handle(call)
-        await anext(answer)
-        await anext(answer)
-        assert replica.engine.num_unfinished == 1
-        await answer.aclose()
+        with held(replica.engine):
+            answer = replica.handle(call)
+            await anext(answer)
+            await anext(answer)
+            assert replica.engine.num_unfinished == 1
+            await answer.aclose()
         while not reasons:
             await asyncio.sleep(0.01)
 

@@ -16,7 +16,7 @@ from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
 TEXT = "def add(a, b):\n    return a + b\n\n\nclass Stack:\n"
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE = "{{ first }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,7 @@ def test_a_chat_is_hashed_as_its_template_writes_it(reader: PrefixReader) -> Non
     more = [*first, {"role": "assistant", "content": "yes"}]
     short, long = hashes(reader, CHAT, messages=first), hashes(reader, CHAT, messages=more)
     assert len(short) >= 5 and long[: len(short)] == short
+    assert hashes(reader, CHAT, messages=first, chat_template_kwargs={"first": "think "})[0] != short[0]
 
 
 def test_a_long_prompt_is_hashed_up_to_a_limit(reader: PrefixReader) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from threading import Event
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +24,7 @@ from minillm.cluster.worker_pool import ThisProcess
 from minillm.commands import cluster
 from minillm.commands.parser import parser
 from minillm.errors import ConfigError
+from tests.cluster import ray_stand_in
 from tests.conftest import TinyPair
 
 JOBS = ("serve", "generate", "sweep", "grade", "failover")
@@ -106,6 +113,105 @@ def test_failover_of_a_model_that_is_not_there_starts_no_node(
 def test_a_model_that_is_not_there_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
     assert "no model 'no-such-model'" in refusal(capsys, "serve", "no-such-model", "--port", str(free_port()))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_replica_that_takes_no_requests_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    words = ["serve", "minicoder", "--address", "auto", "--max-num-queued-reqs", "0"]
+    assert "max_num_queued_reqs=0 must be" in refusal(capsys, *words)
+
+
+@pytest.fixture
+def application(installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module that starts Serve, with a stand-in for Ray; SIGTERM is handled as before after the test."""
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    ray_stand_in.install(monkeypatch)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield importlib.import_module("minillm.cluster.application")
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_what_was_given_reaches_the_cluster(
+    application: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from minillm.cluster.replica import ReplicaSettings
+
+    seen: list[Any] = []
+
+    def fake(*given: Any) -> Any:
+        seen.extend(given)
+        if len(seen) > 1:
+            raise ConfigError("enough")
+        return nullcontext()
+
+    monkeypatch.setattr(session, "ray_session", fake)
+    monkeypatch.setattr(application, "serving", fake)
+    template = tmp_path / "template.jinja"
+    template.write_text("")
+    words = "serve minicoder --address auto --replicas 3 --gateways 2 --cpus 2.5 --gpus 0.5 --router power_of_two "
+    words += "--max-imbalance 5 --host 0.0.0.0 --port 9000 --api-key secret other --served-model-name first second "
+    words += f'--chat-template {template} --max-num-queued-reqs 7 --allowed-origins ["https://a.b"] --block-size 8'
+    assert cli.main(["cluster", *words.split()]) == 2
+    replica = ReplicaSettings(
+        "minicoder",
+        {"block_size": 8},
+        model_names=("first", "second"),
+        allowed_origins=("https://a.b",),
+        max_num_queued_reqs=7,
+        chat_template=str(template),
+    )
+    settings = application.ClusterSettings(
+        replica,
+        num_replicas=3,
+        num_gateways=2,
+        cpus_per_replica=2.5,
+        gpus_per_replica=0.5,
+        router="power_of_two",
+        max_imbalance=5,
+        api_keys=("secret", "other"),
+    )
+    assert seen == ["auto", settings, "0.0.0.0", 9000]
+
+
+@pytest.mark.parametrize("job", ["generate prompts.jsonl --out x", "sweep --out x", "grade folder --out x"])
+def test_what_was_given_reaches_the_workers(job: str) -> None:
+    words = f"cluster {job} --address auto --workers 3 --cpus 2.5 --gpus 2"
+    pool = cluster._pool(parser().parse_args(words.split()))
+    assert (pool.num_workers, pool.address) == (3, "auto")
+    assert (pool.options["num_cpus"], pool.options["num_gpus"]) == (2.5, 2)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to send")
+@pytest.mark.parametrize("when", ["ray", "serve", "serves"])
+def test_sigterm_stops_what_was_started_even_before_it_serves(
+    application: ModuleType, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    ended: list[str] = []
+
+    @contextmanager
+    def starting(name: str, *_: Any) -> Iterator[str]:
+        try:
+            if name == when:
+                signal.raise_signal(signal.SIGTERM)
+            yield "http://127.0.0.1:8000"
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # impatience does not keep it from the end of the clean-up
+            ended.append(name)
+
+    class Waiting(Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            signal.raise_signal(signal.SIGTERM)
+            return super().wait(timeout=1)
+
+    monkeypatch.setattr(session, "ray_session", partial(starting, "ray"))
+    monkeypatch.setattr(application, "serving", partial(starting, "serve"))
+    monkeypatch.setattr(cluster, "Event", Waiting)
+    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has no handler yet"))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["cluster", "serve", "minicoder", "--address", "auto"])
+    assert stopped.value.code == 0
+    assert ended == (["ray"] if when == "ray" else ["serve", "ray"])
 
 
 @pytest.mark.usefixtures("installed")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import socket
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -44,6 +48,7 @@ def test_without_the_extra_it_says_what_to_install(
         (["--api-key", ""], "an API key is empty"),
         (["--served-model-name", ""], "must be one or more non-empty names"),
         (["--uvicorn-log-level", "loud"], "must be one of critical, error"),
+        (["--allowed-origins", "[5]"], "allowed origins [5] must be texts such as"),
         (["--port", "70000"], "127.0.0.1:70000 cannot be listened on"),
         (["--port", "0", "--max-num-queued-reqs", "0"], "max_num_queued_reqs=0 must be"),
         (["--port", "0", "--max-num-seqs", "0"], "max_num_seqs=0 must be"),
@@ -78,27 +83,73 @@ def test_a_speculative_config_is_a_json_object(capsys: pytest.CaptureFixture[str
     assert "--speculative-config" in capsys.readouterr().err
 
 
-def test_every_engine_option_is_one_of_the_engine_and_defaults_are_its_own() -> None:
-    args = parser().parse_args(["serve", "minicoder"])
-    assert serve.engine_args(args, EngineArgs) == EngineArgs("minicoder")
-    words = [
-        "--max-model-len",
-        "64",
-        "--no-enable-prefix-caching",
-        "--enforce-eager",
-        "-q",
-        "int8",
-        "--block-size",
-        "8",
-    ]
-    words += ["--speculative-config", '{"method": "suffix"}']
-    args = parser().parse_args(["serve", "minicoder", *words])
-    assert serve.engine_args(args, EngineArgs) == EngineArgs(
-        "minicoder",
-        max_model_len=64,
-        enable_prefix_caching=False,
-        enforce_eager=True,
-        quantization="int8",
-        block_size=8,
-        speculative_config={"method": "suffix"},
-    )
+@pytest.mark.parametrize("text", ["{", "{}", "https://example.org"])
+def test_allowed_origins_are_a_json_list(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "minicoder", "--allowed-origins", text])
+    assert "argument --allowed-origins: " in capsys.readouterr().err
+
+
+ENGINE_VALUES: dict[str, tuple[str, Any]] = {
+    "dtype": ("--dtype bfloat16", "bfloat16"),
+    "device": ("--device cpu", "cpu"),
+    "seed": ("--seed 7", 7),
+    "quantization": ("-q int8", "int8"),
+    "kv_cache_dtype": ("--kv-cache-dtype int4", "int4"),
+    "kv_cache_config": ('--kv-cache-config {"layout":"sinks"}', {"layout": "sinks"}),
+    "block_size": ("--block-size 8", 8),
+    "num_kv_blocks": ("--num-kv-blocks 9", 9),
+    "kv_cache_memory_bytes": ("--kv-cache-memory-bytes 1000000", 1_000_000),
+    "gpu_memory_utilization": ("--gpu-memory-utilization 0.5", 0.5),
+    "max_model_len": ("--max-model-len 64", 64),
+    "max_num_seqs": ("--max-num-seqs 3", 3),
+    "max_num_batched_tokens": ("--max-num-batched-tokens 512", 512),
+    "enable_chunked_prefill": ("--no-enable-chunked-prefill", False),
+    "long_prefill_token_threshold": ("--long-prefill-token-threshold 32", 32),
+    "enable_prefix_caching": ("--no-enable-prefix-caching", False),
+    "scheduling_policy": ("--scheduling-policy priority", "priority"),
+    "tensor_parallel_size": ("-tp 2", 2),
+    "distributed_executor_backend": ("--distributed-executor-backend mp", "mp"),
+    "enforce_eager": ("--enforce-eager", True),
+    "speculative_config": ('--speculative-config {"method":"suffix"}', {"method": "suffix"}),
+}
+NOT_FOR_A_COMMAND_LINE = {"model", "scheduler_cls", "block_pool_cls", "ops"}
+"""The model is no option; the others are code."""
+
+
+def test_every_engine_option_can_be_given() -> None:
+    assert list(ENGINE_VALUES) == list(serve.ENGINE_OPTIONS)
+    assert {f.name for f in fields(EngineArgs)} == ENGINE_VALUES.keys() | NOT_FOR_A_COMMAND_LINE
+
+
+@pytest.mark.parametrize("command", ["serve minicoder", "cluster serve minicoder"])
+@pytest.mark.parametrize("name", ENGINE_VALUES)
+def test_an_engine_option_reaches_the_engine_and_the_others_keep_its_defaults(command: str, name: str) -> None:
+    words, value = ENGINE_VALUES[name]
+    plain = serve.engine_args(parser().parse_args(command.split()), EngineArgs)
+    assert plain == EngineArgs("minicoder") and getattr(plain, name) != value
+    given = serve.engine_args(parser().parse_args([*command.split(), *words.split()]), EngineArgs)
+    assert given == EngineArgs("minicoder", **{name: value})
+
+
+@pytest.fixture
+def own_logger() -> Iterator[logging.Logger]:
+    """minillm's logger, which is as it was after the test."""
+    logger = logging.getLogger("minillm")
+    handlers, level = logger.handlers[:], logger.level
+    yield logger
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("installed", "own_logger")
+def test_the_log_level_shows_what_is_ignored_in_a_request(capsys: pytest.CaptureFixture[str]) -> None:
+    from fastapi import FastAPI
+
+    from minillm.serve.requests import CompletionRequest
+    from minillm.serve.server import make_server
+
+    for level, is_shown in (("debug", True), ("info", False), ("trace", True)):
+        make_server(FastAPI(), None, level, access_log=False)
+        CompletionRequest(prompt="a", field_of_the_future=1).check_fields("fcfs")
+        assert ("a field 'field_of_the_future', which is ignored" in capsys.readouterr().err) == is_shown

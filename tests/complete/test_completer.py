@@ -60,6 +60,8 @@ def test_the_next_key_finds_the_prompt_in_the_cache(tiny: TinyPair) -> None:
         await completer.complete(Gap(CODE), 8)
         found = await completer.complete(Gap(CODE + "\n"), 8)
         assert found.cached_tokens >= found.prompt_tokens - 2 * 16
+        started = completer.newest[1].events[0]
+        assert len(started.cached_blocks) * started.block_size >= found.cached_tokens
 
     completing(tiny, job)
 

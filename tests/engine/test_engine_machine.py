@@ -205,12 +205,12 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(request.finished and not request.block_table for request in ending)
         self.after_any_event()
 
-    @precondition(lambda self: self.llm.engine.pool.num_cached)
+    @precondition(lambda self: self.llm.engine.pool.cached_blocks)
     @rule()
     def reset(self) -> None:
         """Somebody empties the prefix cache, which is refused while requests hold blocks; then the pool evicts."""
         pool = self.llm.engine.pool
-        cached, used = pool.num_cached, pool.num_used
+        cached, used = len(pool.cached_blocks), pool.num_used
         assert self.llm.reset_prefix_cache() is not bool(used)
         assert pool.num_cached == (cached if used else 0)
         self.seen["blocks forgotten by a reset"] += cached

@@ -15,12 +15,13 @@ from tests.serve.running_server import NAME, RunningServer, add_beginning, runni
 import openai
 
 from minillm import LLM, SamplingParams
+from minillm.engine.engine import Engine
 from minillm.serve.http_errors import ApiError
 from minillm.serve.requests import ChatMessage
 from tests.conftest import TinyPair
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here: ' ~ m.content) }}{% endif %}"
     "# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "def add(a, b):"}]
@@ -80,6 +81,41 @@ def test_the_checkpoints_limit_gives_way_to_the_context(folder: Path, tmp_path: 
     assert answer.usage.total_tokens == 256
 
 
+@pytest.mark.parametrize("config", [{}, {"max_new_tokens": 256}])
+def test_an_answer_without_a_limit_ends_with_the_block_pool(
+    folder: Path, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """The last token is never computed, so it needs no slot."""
+    shutil.copytree(folder, tmp_path / "target")
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(config))
+    with running_server(tmp_path / "target", num_kv_blocks=30, block_size=4) as small:
+        client = small.client()
+        answer = client.chat.completions.create(messages=MESSAGES, **{**GREEDY, "max_tokens": None})
+        assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (121, "length")
+        long: Any = [{"role": "user", "content": "x" * 150}]
+        with pytest.raises(openai.BadRequestError, match="blocks, the pool has 30; shorten the prompt, or raise num_"):
+            client.chat.completions.create(messages=long, **{**GREEDY, "max_tokens": None})
+
+
+def test_a_stream_that_fails_before_its_first_token_has_sent_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the roles, so a gateway can still send the request elsewhere."""
+    with running_server(folder) as server:
+        monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+        chunks = []
+        with pytest.raises(openai.APIError, match="ZeroDivisionError"):
+            chunks.extend(server.client().chat.completions.create(messages=MESSAGES, stream=True, **GREEDY))
+        assert chunks == []
+
+
+def test_every_choice_of_a_stream_begins_with_its_role(server: RunningServer) -> None:
+    two = {**GREEDY, "temperature": 1, "n": 2}
+    chunks = list(server.client().chat.completions.create(messages=MESSAGES, stream=True, **two))
+    roles = [(chunk.choices[0].index, chunk.choices[0].delta.role) for chunk in chunks]
+    assert roles[:2] == [(0, "assistant"), (1, "assistant")] and not any(role for _, role in roles[2:])
+
+
 def test_the_prompts_tokens_are_returned_if_asked_for(server: RunningServer, expected: Any) -> None:
     options = {**GREEDY, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
     answer = server.client().chat.completions.create(messages=MESSAGES, **options)
@@ -132,8 +168,11 @@ def test_a_part_of_text_without_text_is_refused(part: dict[str, Any]) -> None:
 
 
 def test_parts_of_text_are_joined_and_an_image_is_refused(server: RunningServer, expected: Any) -> None:
+    """By a line end, as in vLLM."""
     parts = [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}]
     messages: Any = [MESSAGES[0], {"role": "user", "content": parts}]
+    assert ChatMessage(**messages[1]).for_template() == {"role": "user", "content": "def add\n(a, b):"}
+    parts[:] = [{"type": "text", "text": "def add(a, b):"}]
     answer = server.client().chat.completions.create(messages=messages, **GREEDY)
     assert answer.choices[0].message.content == expected.outputs[0].text
     messages[1]["content"] = [{"type": "image_url", "image_url": {"url": "data:,"}}]
@@ -169,6 +208,13 @@ def test_what_the_template_refuses_is_the_callers_mistake(server: RunningServer)
         server.client().chat.completions.create(
             messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}], **GREEDY
         )
+
+
+def test_half_a_surrogate_pair_in_a_templates_words_is_escaped(server: RunningServer) -> None:
+    body = json.dumps({"messages": [{"role": "tool", "content": "\ud800"}]})
+    answer = server.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith("refuses these messages: no tools here: \\ud800")
 
 
 def test_a_broken_template_is_the_servers_mistake(tiny: TinyPair, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import openai
 
 from minillm import LLM, SamplingParams
 from minillm.fill_in_the_middle import suffix_first
-from minillm.serve.requests import CompletionRequest
+from minillm.serve.requests import MAX_PROMPTS, CompletionRequest
 from tests.conftest import TinyPair
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
@@ -195,12 +195,21 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(server: RunningServ
         assert pieces == (pytest.approx(whole_values) if field == "token_logprobs" else whole_values)
 
 
-def test_a_suffix_asks_for_the_gap(server: RunningServer, offline: LLM) -> None:
-    prefix, suffix = "def add(a, b):\n    return ", "\n\n\nclass Stack:\n"
+@pytest.mark.parametrize("prefix", ["def add(a, b):\n    return ", ""])
+def test_a_suffix_asks_for_the_gap(server: RunningServer, offline: LLM, prefix: str) -> None:
+    """Which may be at the start of a file."""
+    suffix = "\n\n\nclass Stack:\n"
     expected = generate(offline, suffix_first(prefix, suffix))
     answer = server.client().completions.create(prompt=prefix, suffix=suffix, **GREEDY)
     assert answer.choices[0].text == expected.outputs[0].text
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+def test_a_request_has_a_limit_of_prompts(server: RunningServer) -> None:
+    prompts = ["a"] * (MAX_PROMPTS + 1)
+    with pytest.raises(openai.BadRequestError, match="prompt has 1025 prompts; at most 1024 are allowed: send several"):
+        server.client().completions.create(model=NAME, prompt=prompts, max_tokens=1)
+    assert not server.engine.num_unfinished
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

@@ -17,10 +17,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 
+from minillm.errors import ConfigError
 from minillm.serve.http_errors import describe
 from minillm.serve.requests import IGNORED, UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest
 from minillm.serve.settings import ServerSettings
 from tests.conftest import TinyPair
+from tests.serve.held_engine import held
 
 LIMIT = 2000
 
@@ -54,6 +56,12 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "n": 2, "temperature": 0}, "n=2: must be 1 at temperature=0", None),
     ({"prompt": [5, 100_000]}, "prompt token 1 is 100000", None),
     ({"prompt": "a\ud800"}, "half a surrogate pair", None),
+    (
+        {"prompt": "a", "priority": 3},
+        "priority=3 has no effect under the scheduling policy 'fcfs'; leave it out, or start the server with "
+        "--scheduling-policy priority",
+        "priority",
+    ),
     ({"prompt": "a", "best_of": 3}, "best_of=3 is not supported", "best_of"),
     ({"prompt": "a", "logprobs": 6}, "logprobs=6 must be from 0 to 5", "logprobs"),
     ({"prompt": "a", "logprobs": -1}, "logprobs=-1 must be from 0 to 5", "logprobs"),
@@ -115,7 +123,7 @@ def test_a_long_list_of_wrong_items_gets_a_short_answer(
 @pytest.mark.parametrize("body", [b"", b'{"prompt": "a"', b"[1, 2", b'"a"', b"[]", b"\xff\xfe{", b"nul", b"{" * 1500])
 def test_a_body_that_is_no_json_object(server: RunningServer, path: str, body: bytes) -> None:
     answer = server.post(path, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400 and answer.json()["error"]["message"]
+    refused(answer, 400, "the body must be a JSON object")
 
 
 def test_a_form_is_no_json(server: RunningServer) -> None:
@@ -163,8 +171,45 @@ def test_a_body_at_the_limit_is_read(server: RunningServer) -> None:
 
 
 def test_paths_and_methods_that_are_not_there(server: RunningServer) -> None:
-    refused(server.post("/v1/nothing", json={}), 404, "Not Found")
-    refused(httpx.get(f"{server.url}/v1/completions"), 405, "Method Not Allowed")
+    paths = "/v1/completions, /v1/chat/completions, /v1/models, /v1/models/{name}, /health, /metrics"
+    refused(server.post("/v1/nothing", json={}), 404, f"there is no path /v1/nothing; this server has {paths}")
+    answer = httpx.get(f"{server.url}/v1/completions")
+    refused(answer, 405, "/v1/completions does not take GET; use POST")
+    assert answer.headers["allow"] == "POST"
+
+
+PAGE = {"Origin": "https://page.example"}
+ASKS = {**PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+def test_a_web_page_may_call_and_read_every_answer(tiny: TinyPair) -> None:
+    """Browsers ask first, and send no key then."""
+    with running_server(tiny.target, settings={"api_keys": ("secret",)}) as server:
+        url = f"{server.url}/v1/completions"
+        asked = httpx.options(url, headers=ASKS)
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, "*")
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        body = {"prompt": "a", "max_tokens": 1}
+        for key, status in (("secret", 200), ("wrong", 401)):
+            answer = httpx.post(url, json=body, headers={**PAGE, "Authorization": f"Bearer {key}"})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, "*")
+        assert httpx.options(url).status_code == 401  # it is no browser that asks
+
+
+def test_only_the_web_pages_that_are_named_may_call(tiny: TinyPair) -> None:
+    with running_server(tiny.target, settings={"allowed_origins": ("https://mine.example",)}) as server:
+        url = f"{server.url}/v1/completions"
+        assert httpx.options(url, headers=ASKS).status_code == 400
+        mine = httpx.options(url, headers={**ASKS, "Origin": "https://mine.example"})
+        assert (mine.status_code, mine.headers["access-control-allow-origin"]) == (200, "https://mine.example")
+        assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=PAGE).headers
+
+
+@pytest.mark.parametrize("origins", [("",), (5,)])
+def test_an_origin_that_is_no_text_is_refused(origins: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must be texts such as 'https://example\.org', or '\*' for all"):
+        ServerSettings(("m",), allowed_origins=origins)
 
 
 def test_a_tokenizer_without_the_tokens_refuses_a_suffix(
@@ -194,13 +239,12 @@ def test_a_key_is_asked_for_under_v1_only(tiny: TinyPair) -> None:
 def test_a_full_queue_answers_503_and_when_to_come_again(tiny: TinyPair) -> None:
     with running_server(tiny.target, limit=2, settings={"retry_after_s": 7}) as server:
         endless = {"model": NAME, "prompt": "a", "max_tokens": 240, "stream": True, "extra_body": {"ignore_eos": True}}
-        open_streams = [server.client().completions.create(**endless) for _ in range(2)]
-        for stream in open_streams:
-            next(iter(stream))
-        answer = server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-        refused(answer, 503, "the limit is 2: try again later")
-        assert answer.headers["retry-after"] == "7"
-        open_streams[0].close()
-        server.wait_until(lambda: server.engine.num_unfinished < 2)
+        with held(server.engine):
+            open_streams = [server.client().completions.create(**endless) for _ in range(2)]
+            answer = server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            refused(answer, 503, "the limit is 2: try again later")
+            assert answer.headers["retry-after"] == "7"
+            open_streams[0].close()
+            server.wait_until(lambda: server.engine.num_unfinished < 2)
         assert server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         open_streams[1].close()

@@ -20,6 +20,7 @@ import openai
 
 import minillm
 from tests.conftest import TinyPair
+from tests.serve.held_engine import held
 
 ENDLESS: dict[str, Any] = {"model": NAME, "prompt": "a", "temperature": 0, "max_tokens": 200, "stream": True}
 ENDLESS["extra_body"] = {"ignore_eos": True}
@@ -44,9 +45,10 @@ def test_a_stream_that_outlasts_the_timeout_is_cut_off(tiny: TinyPair, monkeypat
     from minillm.engine.engine import Engine
 
     with running_server(tiny.target, shutdown_timeout=0) as server:
-        stream = iter(server.client().completions.create(**ENDLESS))
-        next(stream)
-        monkeypatch.setattr(Engine, "_step", lambda self: [])  # it would go on for ever
+        with held(server.engine):
+            stream = iter(server.client().completions.create(**ENDLESS))
+            next(stream)
+            monkeypatch.setattr(Engine, "_step", lambda self: [])  # it would go on for ever
         server.server.should_exit = True
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             list(stream)

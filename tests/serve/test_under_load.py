@@ -7,20 +7,19 @@ import json
 import random
 import socket
 from contextlib import suppress
-from threading import Event
 from typing import Any
 
 import pytest
 
-from tests.serve.running_server import NAME, PATIENCE_S, RunningServer, running_server  # isort: skip (it may skip this file)
+from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
 
 import httpx
 import openai
 
 from minillm import LLM, SamplingParams
 from minillm.engine.engine import Engine
-from minillm.trace import StepStarted
 from tests.conftest import TinyPair
+from tests.serve.held_engine import held
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
 LENGTH = 16
@@ -77,11 +76,12 @@ def test_drafts_change_no_answer(tiny: TinyPair) -> None:
 
 def test_a_client_that_leaves_ends_its_request(tiny: TinyPair) -> None:
     with running_server(tiny.target) as server:
-        client = server.client()
-        stream = client.completions.create(prompt=PROMPTS[0], stream=True, **ENDLESS)
-        next(iter(stream))
-        stream.close()
-        server.wait_until(lambda: server.engine.num_unfinished == 0)
+        with held(server.engine):
+            stream = server.client().completions.create(prompt=PROMPTS[0], stream=True, **ENDLESS)
+            next(iter(stream))
+            stream.close()
+            server.wait_until(lambda: server.engine.num_unfinished == 0)
+        server.wait_until_idle()
 
         async def leave() -> None:
             """Before the answer to a request that is not streamed."""
@@ -92,14 +92,16 @@ def test_a_client_that_leaves_ends_its_request(tiny: TinyPair) -> None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-        asyncio.run(leave())
+        with held(server.engine):
+            asyncio.run(leave())
+            server.wait_until(lambda: server.engine.num_unfinished == 0)
         server.wait_until_idle()
         metrics = httpx.get(f"{server.url}/metrics").text
         assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 2.0' in metrics
 
 
 def test_a_prompt_of_several_that_is_left_ends_all_of_them(tiny: TinyPair) -> None:
-    with running_server(tiny.target) as server:
+    with running_server(tiny.target) as server, held(server.engine):
         stream = server.client().completions.create(prompt=PROMPTS, stream=True, **ENDLESS)
         next(iter(stream))
         assert server.engine.num_unfinished == 4
@@ -177,10 +179,11 @@ def test_a_step_that_fails_ends_its_requests_with_500_and_the_next_is_served(
 ) -> None:
     with running_server(tiny.target) as server:
         client = server.client()
-        stream = iter(client.completions.create(prompt=PROMPTS[0], stream=True, **ENDLESS))
-        next(stream)
         step = Engine.step
-        monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+        with held(server.engine):
+            stream = iter(client.completions.create(prompt=PROMPTS[0], stream=True, **ENDLESS))
+            next(stream)
+            monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
         with pytest.raises(openai.APIError, match="the step that ran this request failed: ZeroDivisionError"):
             list(stream)
         with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
@@ -232,27 +235,22 @@ def test_metrics_count_what_the_clients_saw(tiny: TinyPair) -> None:
             "e2e_request_latency_seconds",
             "time_to_first_token_seconds",
             "request_queue_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_inference_time_seconds",
             "request_time_per_output_token_seconds",
         ):
             assert metric(server, f"{name}_count") == 3
+        for name in ("prompt_tokens", "generation_tokens"):
+            assert metric(server, f"request_{name}_sum") == metric(server, f"{name}_total")
         assert metric(server, "inter_token_latency_seconds_count") == sum(m.num_decode_forwards for m in right)
         assert metric(server, "spec_decode_num_draft_tokens_total") == num_drafted
         assert metric(server, "spec_decode_num_accepted_tokens_total") == num_accepted
         assert 0 < metric(server, "spec_decode_num_drafts_total") < num_drafted
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert metric(server, name) == 0
-        engine, looked = server.engine.llm_engine.engine, Event()
-
-        def wait_halfway(event: Any) -> None:  # so that the answer does not end before the gauges were looked at
-            if isinstance(event, StepStarted) and any(r.num_output_tokens > 99 for r in engine.requests.values()):
-                looked.wait(PATIENCE_S)
-
-        with engine.lock:
-            engine.listeners.append(wait_halfway)
-        stream = client.completions.create(prompt=PROMPTS[2], stream=True, **ENDLESS)
-        try:
+        with held(server.engine):
+            stream = client.completions.create(prompt=PROMPTS[2], stream=True, **ENDLESS)
             next(iter(stream))
             assert metric(server, "num_requests_running") == 1 and metric(server, "kv_cache_usage_perc") > 0
-        finally:
-            looked.set()
-        stream.close()
+            stream.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from minillm.trace.replay import Replay
 from minillm.trace.request_state import StepChanges
 from minillm.trace.timeline_state import TimelineState
 from minillm.viz.pages.cache_changes import changes
+from minillm.viz.pages.cache_words import describe
 from tests.conftest import TinyPair
 
 from .traces import Script, busy, decode, prefill, sharing, story, verify
@@ -358,3 +360,26 @@ def test_an_id_that_is_used_again_is_another_request(tiny: TinyPair) -> None:
     assert [accepted.requests[name].index for name in ("a", "b")] == [1, 2]
     assert [row.index for row in timeline.rows] == [0, 1, 2]
     assert len(accepted.total().tokens) == 9
+
+
+def test_a_trace_of_an_engine_that_has_run_begins_with_its_cached_blocks(tiny: TinyPair, tmp_path: Path) -> None:
+    llm = LLM(str(tiny.target), block_size=4)
+    prompt = "import os\n\n\nclass Stack:\n"
+    llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    with llm.trace() as trace:
+        before = CacheState().fold_all(trace)
+        llm.generate("def add(", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    num_cached = len(trace.events[0].cached_blocks)
+    assert num_cached > 2 and before.cached_blocks == num_cached
+    assert [page.block_id for page in before.pages() if page.state == "cached"] == trace.events[0].cached_blocks
+    assert f"{num_cached} cached" in describe(before)
+    trace.save(tmp_path / "late.jsonl")
+    assert Trace.load(tmp_path / "late.jsonl").events == trace.events
+
+
+def test_a_trace_that_was_saved_without_cached_blocks_is_loaded(tmp_path: Path) -> None:
+    trace = story()
+    trace.save(tmp_path / "new.jsonl")
+    old = (tmp_path / "new.jsonl").read_text().replace(', "cached_blocks": []', "")
+    (tmp_path / "old.jsonl").write_text(old)
+    assert "cached_blocks" not in old and Trace.load(tmp_path / "old.jsonl").events == trace.events

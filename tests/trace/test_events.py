@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +23,9 @@ from minillm.trace import (
     DraftProposed,
     EngineStarted,
     Event,
+    ForwardWork,
     RequestAdded,
+    RowsWritten,
     StepFinished,
     StepRan,
     StepStarted,
@@ -210,3 +214,10 @@ def test_every_line_is_json_with_its_kind(recorded: Trace, tmp_path: Path) -> No
     header, *lines = (tmp_path / "run.jsonl").read_text().splitlines()
     assert json.loads(header) == {"schema": SCHEMA, "minillm": __version__}
     assert [json.loads(line)["event"] for line in lines] == [type(event).__name__ for event in recorded]
+
+
+def test_events_of_lessons_are_loaded_wherever_a_trace_is(tmp_path: Path) -> None:
+    Trace([RowsWritten("grow", 0, 1, 0, 1), ForwardWork(3, 3, 1)]).save(tmp_path / "lesson.jsonl")
+    code = f"from minillm.trace import Trace; print(len(Trace.load({str(tmp_path / 'lesson.jsonl')!r})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2"

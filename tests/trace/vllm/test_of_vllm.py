@@ -20,6 +20,7 @@ from minillm.errors import UnsupportedError
 from minillm.models import bundled
 from minillm.trace import (
     BlocksAllocated,
+    BlocksCached,
     BlocksFreed,
     BlocksShared,
     DraftProposed,
@@ -36,6 +37,7 @@ from minillm.trace import (
 )
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_metrics import MetricsWatcher
+from minillm.trace.vllm_trace import _Recorder
 from minillm.viz import AcceptanceStrip, CachePagesView, TimelineView
 from tests.trace.vllm.runs import HERE, RUNS
 
@@ -207,3 +209,69 @@ def fake(**changes: Any) -> Any:
 def test_what_cannot_be_watched_is_refused(llm: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message), of_vllm(llm):
         pass
+
+
+# --- what is told of blocks and preemptions --------------------------------------------------------------------------
+
+
+class FakeScheduler(SimpleNamespace):
+    """Blocks of 4 tokens. `schedule` does what the next of `turns` says, and returns vLLM's output."""
+
+    def __init__(self) -> None:
+        blocks = [SimpleNamespace(block_hash=None) for _ in range(8)]
+        manager = SimpleNamespace(block_pool=SimpleNamespace(blocks=blocks), get_block_ids=lambda i: [self.tables[i]])
+        super().__init__(kv_cache_manager=manager, tables={}, block_size=4, running=[], waiting=[], turns=[])
+
+    def add_request(self, request: Any) -> None:
+        self.tables[request.request_id] = []
+
+    def schedule(self) -> Any:
+        return self.turns.pop(0)()
+
+    def update_from_output(self, *args: Any) -> None: ...
+
+    def finish_requests(self, *args: Any) -> None: ...
+
+
+def scheduled(num_tokens: dict[str, int], new: dict[str, int]) -> Any:
+    """vLLM's output of a step: tokens by request, and how many of a new one's are found."""
+    again = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=[])
+    news = [SimpleNamespace(req_id=name, num_computed_tokens=found) for name, found in new.items()]
+    return SimpleNamespace(
+        num_scheduled_tokens=num_tokens,
+        scheduled_new_reqs=news,
+        scheduled_cached_reqs=again,
+        scheduled_spec_decode_tokens={},
+    )
+
+
+def new_request(name: str, num_tokens: int) -> Any:
+    counts = {"num_tokens": num_tokens, "num_output_tokens": 0, "num_computed_tokens": 0}
+    return SimpleNamespace(request_id=name, prompt_token_ids=[1] * num_tokens, priority=0, **counts)
+
+
+def test_found_blocks_are_not_told_to_be_new_in_the_prefix_cache_and_a_preemption_loses_what_was_computed() -> None:
+    scheduler, trace = FakeScheduler(), Trace()
+    recorder = _Recorder(scheduler, SimpleNamespace(decode=str), trace)
+    blocks = scheduler.kv_cache_manager.block_pool.blocks
+    for block in (1, 2):
+        blocks[block].block_hash = "cached before the trace began"
+    first, second = new_request("a", 20), new_request("b", 4)
+
+    def find() -> Any:
+        scheduler.tables["a"] = [1, 2, 3, 4]
+        first.num_computed_tokens = 8 + 5  # a chunk of the prompt
+        return scheduled({"a": 5}, {"a": 8})
+
+    def preempt() -> Any:
+        scheduler.tables |= {"a": [], "b": [5]}
+        first.num_computed_tokens = 0
+        return scheduled({"b": 4}, {"b": 0})
+
+    scheduler.turns = [find, preempt]
+    for request in (first, second):
+        recorder.add_request(request)
+    recorder.schedule()
+    assert [event.block_ids for event in trace.of(BlocksShared)] == [[1, 2]] and not trace.of(BlocksCached)
+    recorder.schedule()
+    assert [event.num_computed_tokens for event in trace.of(RequestPreempted)] == [13]

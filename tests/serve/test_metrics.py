@@ -1,0 +1,93 @@
+"""`ServerMetrics` from made-up events at made-up times: each number is what its name says."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
+from minillm.outputs import RequestOutput
+from minillm.serve.metrics import ServerMetrics
+from minillm.trace import RequestAdded, RequestFinished, StepRan, StepStarted, TokensCommitted, Work
+from minillm.trace.request_metrics import RequestMetrics
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("minillm.serve.metrics.time", SimpleNamespace(perf_counter=lambda: made.now))
+    return made
+
+
+@pytest.fixture
+def metrics() -> ServerMetrics:
+    config = SimpleNamespace(enable_prefix_caching=True)
+    inner = SimpleNamespace(
+        listeners=[],
+        scheduler=SimpleNamespace(running=[], config=config),
+        pool=SimpleNamespace(num_used=0, num_blocks=1),
+    )
+    engine: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine=inner, max_model_len=130), num_unfinished=0)
+    return ServerMetrics(engine, "tiny")
+
+
+def values(metrics: ServerMetrics, end: str) -> dict[str, float]:
+    """The values whose names end like this."""
+    found = re.findall(rf'^vllm:(\w+){end}{{model_name="tiny"}} (\S+)$', metrics.text().decode(), re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def run_request(metrics: ServerMetrics, clock: SimpleNamespace, reason: Any) -> None:
+    """Three prompt tokens and, after a first chunk without one, three tokens in two steps."""
+
+    def tell(now: float, event: Any) -> None:
+        clock.now = now
+        metrics(event)
+
+    tell(1, RequestAdded("a", "def", [5, 6, 7]))
+    tell(3, StepStarted(1, 0, 1))
+    tell(4, StepRan(1, [Work("a", "prefill", 0, 2)]))
+    tell(5, StepStarted(2, 1, 0))
+    tell(6, StepRan(2, [Work("a", "prefill", 2, 1)]))
+    tell(8, TokensCommitted("a", [9], ["x"], ["sampled"], 0, 0, 3))
+    tell(10, StepStarted(3, 1, 0))
+    tell(11, StepRan(3, [Work("a", "decode", 3, 1)]))
+    tell(24, TokensCommitted("a", [9, 9], ["x", "x"], ["sampled", "sampled"], 0, 0, 5))
+    tell(25, RequestFinished("a", reason, 3, 3))
+
+
+def test_every_sum_is_the_difference_of_the_right_two_times(metrics: ServerMetrics, clock: SimpleNamespace) -> None:
+    run_request(metrics, clock, "length")
+    times = RequestMetrics(
+        first_token_time=8, last_token_time=24, decoding_time=16, num_output_tokens=3, num_first_tokens=1
+    )
+    metrics.observe(0.5, RequestOutput("a", "def", [5, 6, 7], [], True, metrics=times))
+    assert values(metrics, "_sum") == {
+        "time_to_first_token_seconds": 7.5,  # since the request arrived at the server
+        "e2e_request_latency_seconds": 23.5,
+        "request_queue_time_seconds": 2,  # since the engine has it
+        "request_prefill_time_seconds": 5,
+        "request_decode_time_seconds": 16,
+        "request_inference_time_seconds": 21,
+        "inter_token_latency_seconds": 16,
+        "request_time_per_output_token_seconds": 8,
+        "request_prompt_tokens": 3,
+        "request_generation_tokens": 3,
+    }
+    assert set(values(metrics, "_count").values()) == {1}
+
+
+def test_a_request_that_was_aborted_has_no_times(metrics: ServerMetrics, clock: SimpleNamespace) -> None:
+    run_request(metrics, clock, "abort")
+    sums = values(metrics, "_sum")
+    assert sums.pop("inter_token_latency_seconds") == 16 and set(sums.values()) == {0}
+
+
+def test_numbers_of_tokens_have_vllms_buckets(metrics: ServerMetrics) -> None:
+    for name in ("request_prompt_tokens", "request_generation_tokens"):
+        ends = re.findall(rf'vllm:{name}_bucket{{le="([^"]+)"', metrics.text().decode())
+        assert [float(end) for end in ends] == [1, 2, 5, 10, 20, 50, 100, float("inf")]
