@@ -57,6 +57,9 @@ prompt_ids = tokenizer.encode(prompt)
 print("ids:   ", prompt_ids)
 print("tokens:", [tokenizer.token_text(i) for i in prompt_ids])
 print(f"{len(prompt)} characters, {len(prompt_ids)} tokens")
+per_token = sum(map(len, texts)) / sum(len(tokenizer.encode(text)) for text in texts)
+print(f"{len(texts)} held-out texts: {per_token:.1f} characters per token")
+claim("On average a token has three to four characters of Python.", 3 <= per_token <= 4, of_model=True)
 
 # %% [markdown]
 # How is a text split? First into words (each with the one character before it, such as a space, `_` or `(`), numbers of
@@ -162,10 +165,10 @@ LineChart(
 # 1. The loop runs the whole text through the model for every new token, one **row** (the vector of one token) for each
 #    token of the text. To write **100 tokens** after a prompt of a single token, how many rows go through the model in
 #    all?
-# 2. Attention compares all pairs of tokens, so its work grows with the square of the length. With the shape of
-#    Llama-3-8B, **from how many tokens on** does attention need at least as much arithmetic as all products with the
-#    layers' weight matrices together? (It may be beyond that model's context of 8,192; Llama-3.1-8B has the same shape
-#    and 131,072.)
+# 2. Attention compares pairs of tokens, so its work grows with the square of the length. Take one forward over a whole
+#    text, and count only the pairs in which a token sees itself or one before it. With the shape of Llama-3-8B, **from
+#    how many tokens on** does attention need at least as much arithmetic as all products with the layers' weight
+#    matrices together? (It may be beyond that model's context of 8,192; Llama-3.1-8B has the same shape and 131,072.)
 # 3. A text of 256 tokens is 16 times as long as one of 16. **How many times as long** does its forward take here?
 # 4. A program keeps its text as a string and encodes it again for every token. In how many of **48** completions of up
 #    to 16 tokens, sampled at temperature 1, does the model at least once receive other tokens than it generated?
@@ -189,8 +192,9 @@ predict("l01.drift", None, unit="completions")
 #
 # * $j \le i$ is the **[causal mask](glossary.md#causal-mask)**: a token sees itself and the tokens before it. The model
 #   is trained to predict the next token, so it must not see it.
-# * $\sqrt d$, where $d$ is the width of a head, scales the scores: a sum of $d$ products grows like $\sqrt d$, and
-#   without the division the softmax would become sharper the wider the heads are.
+# * $\sqrt d$, where $d$ is the width of a head, scales the scores: a sum of $d$ products of independent numbers with
+#   mean 0 and variance 1 is typically of the size $\sqrt d$. Without the division, the wider the heads are, the sharper
+#   the softmax would be.
 # * There are several **[heads](glossary.md#head)**, computed side by side. Here 6 query heads share 2 KV heads, in
 #   groups of *neighbours*: query heads 0, 1, 2 read KV head 0, and 3, 4, 5 read KV head 1. This is grouped-query
 #   attention (**[GQA](glossary.md#gqa)**).
@@ -227,8 +231,8 @@ check("l01.causal_attention")
 # reference, and says so.
 #
 # In every layer the model calls the `attend` method of an object that is passed to it, and it accepts any object with
-# such a method. So your function can run inside the model right away. Compare its scores with those of the built-in
-# attention, at every position of the prompt:
+# such a method. So your function can run inside the model right away. Compare the logits that the model then gives with
+# those that it gives with the built-in attention, at every position of the prompt:
 
 # %%
 from minillm.teaching.decoding import FunctionAttention
@@ -309,7 +313,8 @@ claim("Each line is constant.", all(max(each) - min(each) < 0.01 for each in sco
 
 # %% [markdown]
 # Moved by 100 or by 900 positions, the same query and key have the same score. This is why a text means the same at any
-# position, and why cached keys can be *moved* to another position by rotating them once more.
+# position, and why cached keys can be *moved* to another position by rotating them once more. (The result is exact if
+# the same text precedes them there; lesson 14 measures what happens otherwise.)
 #
 # ### See: the whole model on one page
 #
@@ -516,13 +521,14 @@ for label, options in (
 # ### Exercise 5: count the work
 #
 # Count what your loop does. A forward over a text of $n$ tokens sends $n$ rows through every linear layer (a product
-# with a weight matrix), and its attention computes $n(n+1)/2$ **pairs** of a query and a key that it may see. Which
-# texts go through the model until `num_new` tokens are written?
+# with a weight matrix), and its attention needs $n(n+1)/2$ **pairs** of a query and a key that it may see. (Your
+# function computes all $n^2$ pairs and hides the others. Count only the visible ones.) Which texts go through the model
+# until `num_new` tokens are written?
 
 
 # %%
 def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
-    """Return (rows, pairs), summed over all forwards of the naive loop, for one layer and one head.
+    """Return (rows, visible pairs), summed over all forwards of the naive loop, for one layer and one head.
 
     Example: a prompt of 2 and 2 new tokens take two forwards, over 2 and 3 tokens: 5 rows, 3 + 6 = 9 pairs.
     """
@@ -544,8 +550,8 @@ for new in (10, 100, 1000, 10_000):
     print(f"{new:11,} {new:20,} {rows:13,} {new * (new + 1) // 2:21,} {pairs:21,}")
 
 # %% [markdown]
-# From a prompt of one token the rows are $1 + 2 + \dots + n = n(n+1)/2$, and the pairs grow with the *cube* of the
-# length: attention is quadratic in each forward, and there are $n$ forwards.
+# From a prompt of one token the rows are $1 + 2 + \dots + n = n(n+1)/2$, and the visible pairs grow with the *cube* of
+# the length: attention is quadratic in each forward, and there are $n$ forwards.
 #
 # ## See
 #
@@ -588,7 +594,7 @@ AttentionWorkView(Trace(with_cache))
 #
 # "Attention is quadratic" is true and often misunderstood. Count the arithmetic of one forward over $n$ tokens: the linear
 # layers need $2 \cdot \text{weights}$ operations for each of $n$ rows, attention $4 \cdot \text{layers} \cdot
-# \text{heads} \cdot \text{width}$ for each of $n(n+1)/2$ pairs. The rest (norms, RoPE, softmax, and the logits, of
+# \text{heads} \cdot \text{width}$ for each of $n(n+1)/2$ visible pairs. The rest (norms, RoPE, softmax, and the logits, of
 # which generating needs one row) is left out. From which length on is attention the larger part?
 
 # %%
@@ -611,15 +617,24 @@ print("attention's share of one forward\n" + " " * 12 + "".join(f"{n:>9,}" for n
 for shape in shapes:
     print(f"{shape[:11]:12}" + "".join(f"{attention_share(shape, n):9.1%}" for n in lengths))
 crossing = {shape: round(w / a) - 1 for shape, (w, a) in shapes.items()}  # 2·w·n = 4·a·n·(n + 1)/2
+all_pairs = {shape: round(w / (2 * a)) for shape, (w, a) in shapes.items()}  # 2·w·n = 4·a·n·n
 print("half is reached at:", ", ".join(f"{shape} {n:,} tokens" for shape, n in crossing.items()))
+print("with all n² pairs: ", ", ".join(f"{shape} {n:,} tokens" for shape, n in all_pairs.items()))
 reveal("l01.crossing", crossing["Llama-3-8B"])
 claim("The wider model crosses later.", crossing["Llama-3-8B"] > crossing[name])
+claim(
+    "With its shape, half is reached at 53,247 tokens if only visible pairs are computed, and at 26,624 if all are.",
+    (crossing["Llama-3-8B"], all_pairs["Llama-3-8B"]) == (53_247, 26_624),
+)
 
 # %% [markdown]
 # In short texts attention is a small part of the repeated work of the naive loop: the same rows go through the same
-# *matrices*, again and again. (Only visible pairs are counted. Your function computes all $n^2$ and hides half of them,
-# as most plain implementations do; kernels (compiled routines for one computation) like FlashAttention skip what the
-# mask hides.)
+# *matrices*, again and again.
+#
+# *Half is reached at* counts visible pairs only: kernels (compiled routines for one computation) like FlashAttention
+# skip what the mask hides. Your function computes all $n^2$ pairs and hides nearly half of them, as most plain
+# implementations do, so its attention reaches half at half the length: *with all n² pairs*. A decode step with a cache
+# reaches it there, too: a single row goes through the matrices, and it sees all $n$ keys.
 #
 # ### How long a forward takes
 #
@@ -670,7 +685,7 @@ LineChart(
 # **Where the naive loop loses little:** at the left. Sixteen tokens take far less than sixteen times as long as one. A
 # single row has to read all weights and uses each only once, and in a model this small much of the time goes into
 # starting a few hundred operations from Python, whatever their size. For an answer of one token (a classification, a
-# score) there is nothing to save, and a cache would only cost memory.
+# score) there is nothing to save unless prompts begin alike, and a cache would only cost memory.
 #
 # **Where it loses most:** at the right. The rows of a long text keep the processor busy, so the time grows with their
 # number, and *each* new token takes that long.
@@ -701,7 +716,8 @@ claim("Without a cache the same tokens take longer.", gain.median > 1, measured=
 # passes its tokens to the target model in this way, as text. Does the target get the same tokens?
 #
 # Remember that the same text can be split into tokens in many ways. `retokenization_drift` takes completions from the
-# engine and checks, after every new token, whether decoding and encoding gives back the ids that the model generated.
+# engine and checks, after every new token but the last, whether decoding and encoding gives back the ids that the model
+# generated. (After the last token the loop does not call the model again.)
 
 # %%
 from minillm.teaching.decoding import retokenization_drift, common_prefix_length
@@ -774,7 +790,8 @@ claim(
 # 4. **loss**: how many bits the model needs per token of held-out code, on average. Lower is better;
 # 5. **12 tokens**: it generates the same greedy tokens as the right decoder.
 #
-# **Before running the cells, guess:** how many mistakes does the loss reveal? Which check finds the most?
+# **Before running the cells, guess:** how many of the nine mistakes make the loss at least half a bit worse? Which check
+# finds the most?
 
 # %%
 from functools import partial
@@ -831,7 +848,7 @@ by_check = {
     "runs": sum(not each.runs for each in wrong.values()),
     "no peeking": sum(not each.causal for each in wrong.values()),
     "shift": sum(not each.position_independent for each in wrong.values()),
-    "a loss that is half a bit worse": sum(each.bits > right.bits + 0.5 for each in wrong.values()),
+    "a loss at least half a bit worse": sum(each.bits >= right.bits + 0.5 for each in wrong.values()),
     "12 tokens": sum(each.tokens != want for each in wrong.values()),
 }
 print(f"mistakes found, of {len(wrong)}:", ", ".join(f"{count} by {check}" for check, count in by_check.items()))
@@ -901,7 +918,7 @@ for label, each in found.items():
 # |---|---|---|
 # | a sample speculative loop passes draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; the cell prints how often with this model | Stay in tokens |
 # | "caching avoids recomputing the entire attention matrix" | right for the old rows of the matrix; its newest row is still computed at every step. What is saved in short texts is mostly the linear layers of the old rows | See; measured in lesson 2 |
-# | "attention is quadratic, so it dominates" | in Llama-3.1-8B from 53,247 tokens on; never in Llama-3-8B, whose context ends at 8,192 | When attention dominates (counted) |
+# | "attention is quadratic, so it dominates" | in Llama-3.1-8B from 53,247 tokens on, in one forward over the whole text that skips hidden pairs; from 26,624 on in one that computes all pairs, and in a decode step with a cache; never in Llama-3-8B, whose context ends at 8,192 | When attention dominates (counted) |
 #
 # **Papers.** Attention: Vaswani et al. 2017. GQA: Ainslie et al. 2023. RoPE: Su et al. 2021. BPE for text: Sennrich et
 # al. 2016; on bytes: Radford et al. 2019 (GPT-2). Top-p: Holtzman et al. 2020.
@@ -913,8 +930,8 @@ for label, each in found.items():
 # 2. The last row's logits, divided by the temperature and restricted by top-k and top-p, give the distribution of the
 #    next token.
 # 3. RoPE rotates queries and keys, so a score depends on the distance of two tokens and not on their positions.
-# 4. Without a cache, $n$ tokens after a prompt of one cost $n(n+1)/2$ rows and about $n^3/6$ pairs. In each forward
-#    after the first, all rows but the newest are repeated.
+# 4. Without a cache, $n$ tokens after a prompt of one cost $n(n+1)/2$ rows and about $n^3/6$ visible pairs. In each
+#    forward after the first, all rows but the newest are repeated.
 # 5. Loss, shapes and readable output do not show that a decoder is right; properties and a comparison do.
 #
 # **Next:** lesson 2 keeps the keys and values of the old rows.

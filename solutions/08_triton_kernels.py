@@ -66,11 +66,11 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 #    handles a row of 384 elements as one block. What percentage of its lanes is idle?
 # 2. Softmax can be five PyTorch operations (maximum, difference, exponential, sum, quotient) or one kernel. How many times
 #    as many bytes do the five operations move?
-# 3. A **mask** switches lanes off: a masked lane loads nothing and stores nothing. Four kernels for one block have one
-#    mistake each: a copy without a mask, a softmax whose masked lanes hold 0, an RMSNorm that divides by the block
-#    size, and an RMSNorm that loads without a mask. All are right when the row fills the block. A test compares their
-#    results on a row that does *not* fill it; the memory around the row holds zeros. In how many of the four does it
-#    find the mistake?
+# 3. A **mask** says which lanes are on. The others are *masked*: they load nothing and store nothing. Four kernels for
+#    one block have one mistake each: a copy without a mask, a softmax whose masked lanes hold 0, an RMSNorm that divides
+#    by the block size, and an RMSNorm that loads without a mask. All are right when the row fills the block. A test
+#    compares their results on a row that does *not* fill it; the memory around the row holds zeros. In how many of the
+#    four does it find the mistake?
 
 # %%
 predict("l08.idle", None, unit="%")
@@ -206,9 +206,10 @@ def copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constex
 check("l08.copy_kernel")
 
 # %% [markdown]
-# The check puts NaN around each tensor, and into the result before your kernel runs. So a `nan` in what you *got* was
-# never written, was read from outside a tensor, or is the result of something like ∞/∞. *numbers of out never written*
-# counts the first kind. *numbers written outside of out* counts the elements of other memory that you overwrote.
+# The check puts NaN around each tensor, and into the result before your kernel runs. (INT8 has no NaN: around the codes
+# of Exercise 5 lies 99.) So a `nan` in what you *got* was never written, was read from outside a tensor, or is the result
+# of something like ∞/∞. *numbers of out never written* counts the first kind. *numbers written outside of out* counts the
+# elements of other memory that you overwrote.
 #
 # ### See: your programs on a tensor
 #
@@ -380,7 +381,8 @@ print(f"{len(norms)} norms, {len(grid_sizes)} launches, {sum(grid_sizes)} progra
 #   `row[:, None] * columns + column[None, :]` is a *two-dimensional* block of offsets, [ROWS, BLOCK]: a tile.
 # * The mask has two dimensions too: a lane is on if both its row and its column exist.
 #
-# And mind the dtype. A code is INT8, and in INT8 100 · 2 is not 200 but -56.
+# And mind the dtype. The product of an INT8 code and a bfloat16 scale is bfloat16, which keeps only 8 significant bits
+# of it. So cast both to float32 first.
 
 
 # %%
@@ -458,8 +460,9 @@ print(f"{len(tiles)} launches, {sum(tiles)} programs")
 # ### Bytes and launches
 #
 # What does a kernel gain? Count the bytes that each PyTorch operation reads and writes, as in lesson 4. Your kernels read
-# each element once and write each result once, as their source shows. Such a kernel is **fused**: it does the work of
-# several operations in one.
+# each row once and write each result once, as their source shows. (Every program of the RMSNorm also loads the one row of
+# weights. It is counted once here, because it stays in the GPU's cache; the last line printed says what follows if it is
+# counted for each program.) Such a kernel is **fused**: it does the work of several operations in one.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -523,6 +526,11 @@ claim(
     "Most of the bytes that the INT8 kernel moves are the float32 results it writes.",
     2 * x.nbytes > kernel_bytes["INT8 to float32"],
 )
+once = kernel_bytes["RMSNorm"]
+weights_per_program = ratios["RMSNorm", "unfused"] * once / (once + (rows - 1) * weight.nbytes)
+claim(
+    "With the weights counted for each program, the ratio of the RMSNorm is 2.3.", round(weights_per_program, 1) == 2.3
+)
 
 # %% [markdown]
 # Three things follow from this table.
@@ -536,10 +544,13 @@ claim(
 #
 # ### Where it loses
 #
-# Every **kernel launch** takes a few microseconds, most of it in Python and in the driver. The table below is
-# calculated, not measured. It assumes 5 µs per launch and two memory bandwidths from NVIDIA's data sheets (quoted: T4
-# 320 GB/s, H100 SXM 3,350 GB/s). The work is the bytes at full bandwidth, a lower bound: a launch with one program
-# keeps one multiprocessor busy and does not reach that bandwidth, so for one token the true ratio is smaller.
+# A **kernel launch** takes the CPU a few microseconds, most of it in Python and in the driver. It is *asynchronous*: the
+# CPU does not wait for the kernel, but goes on to the next launch. So while the GPU still has work, launches cost no
+# time. They cost time where the GPU has finished its work and waits for the next launch.
+#
+# The table below is calculated, not measured. It assumes 5 µs per launch and two memory bandwidths from NVIDIA's data
+# sheets (quoted: T4 320 GB/s, H100 SXM 3,350 GB/s). The work is the bytes at full bandwidth, a lower bound: a launch with
+# one program keeps one multiprocessor busy and does not reach that bandwidth, so for one token the true ratio is smaller.
 
 # %%
 LAUNCH, BANDWIDTH = 5e-6, {"T4": 320e9, "H100": 3350e9}
@@ -552,16 +563,20 @@ for label, rows, columns in shapes:
     shares = "".join(f"{time:18,.0f} times" if time > 10 else f"{time:18.2f} times" for time in times)
     print(f"{label:26} {size:12,}{shares}")
 claim(
-    "On both GPUs the launch takes longer than the work for one token, and less time for 4096 tokens.",
+    "On both GPUs the work of one token's norm takes less time than its launch, and that of 4096 tokens more.",
     min(shares_of["Llama 3 8B, one token"]) > 1 > max(shares_of["Llama 3 8B, 4096 tokens"]),
 )
 for gpu, speed in BANDWIDTH.items():
     print(f"{gpu}: the work takes as long as the launch at {LAUNCH * speed / 1e6:.1f} MB")
 
 # %% [markdown]
-# In decoding, most of a norm's time is the launch, and then the time that even the shortest kernel takes. A better
-# kernel gains next to nothing there. **Fewer launches** help: fuse the norm with the addition before it, or record all
-# launches of a step once and replay them (**CUDA graphs**). With thousands of tokens the work takes longer than the
+# For one token a norm moves next to nothing, so a better kernel gains next to nothing. Whether its launch costs time is
+# decided by the rest of the step. In a large model, such as that of the second line, the GPU is busy reading the weight
+# matrices while the CPU launches the next kernels. In a small one every kernel is short, the GPU runs out of work, and
+# the step takes as long as its launches. What always remains is the time that even the shortest kernel takes on the GPU.
+#
+# Fusing the norm with the addition before it saves a launch and a short kernel. **CUDA graphs**, which record all
+# launches of a step once and replay them, save the launches only. With thousands of tokens the work takes longer than the
 # launch, and then bytes decide.
 #
 # A kernel also loses in three other cases:
@@ -611,8 +626,8 @@ else:
 #
 # * `full`: 8 columns in a block of 8.
 # * `remainder`: 5 columns in a block of 8. The memory around the tensors happens to hold zeros.
-# * `poison`: 5 columns in a block of 8. The memory around the input holds NaN. The memory around the result holds 7, and
-#   must hold 7 afterwards.
+# * `poison`: 5 columns in a block of 8. The memory around the input holds NaN. The memory before and after the result
+#   holds 7, and must hold 7 afterwards.
 #
 # **Guess first:** which test finds which mistake?
 
@@ -661,14 +676,15 @@ def normalised(x: Tensor) -> Tensor:
 
 
 def passes(kernel, right, columns: int, around_x: float = 0.0, around_out: float | None = None) -> bool:
-    """Whether the result is right and, if around_out is given, the memory after it is unchanged."""
+    """Whether the result is right and, if around_out is given, the memory before and after it is unchanged."""
     memory = torch.full((24,), around_x, device=DEVICE)
     results = torch.full((24,), around_out or 0.0, device=DEVICE)
     x, out = memory[8 : 8 + columns], results[8 : 8 + columns]
     x.copy_(torch.tensor([1.0, -2.0, 0.5, 3.0, 1.5, -1.0, 2.0, 0.25])[:columns])
     kernel[(1,)](x, out, columns, BLOCK=8)
     fine = torch.allclose(out, right(x), rtol=1e-5)
-    return fine and (around_out is None or bool((results[8 + columns :] == around_out).all()))
+    around = torch.cat([results[:8], results[8 + columns :]])
+    return fine and (around_out is None or bool((around == around_out).all()))
 
 
 broken = [(copy_no_mask, copied), (softmax_zeros, lambda x: x.softmax(0)), (square_mean_of_block, normalised)]
@@ -687,12 +703,12 @@ claim(
 )
 
 # %% [markdown]
-# Widths of 64, 128 and 4096 fill every usual block, so such mistakes survive if tests use only full blocks. The first and the
-# last mistake pass the second test as well: the results *are* right, as long as the memory after the row holds zeros or is
-# not used. In an engine it holds other data. That is why the tests of this project's kernels put NaN wherever a kernel must
-# not read: a NaN stays NaN in sums and products, and so cannot be missed. (Around the *result* the value must not be NaN: a
-# copy without a mask reads NaN and writes NaN over NaN, which changes nothing. The checks of the exercises do put NaN
-# there, but one with other bits, and compare bits.)
+# Widths of 64, 128 and 4096 are powers of two, so a block of that size is always full, and such mistakes survive if tests
+# use no other widths. The first and the last mistake pass the second test as well: the results *are* right, as long as the
+# memory after the row holds zeros or is not used. In an engine it holds other data. That is why the tests of this project's
+# kernels put NaN wherever a kernel must not read: a NaN that enters a sum or a product stays NaN in the result. (Around the
+# *result* the value must not be NaN: a copy without a mask reads NaN and writes NaN over NaN, which changes nothing. The
+# checks of the exercises do put NaN there, but one with other bits, and compare bits.)
 #
 # This is the copy without a mask on four rows:
 
@@ -715,10 +731,10 @@ def launch_broken(grid: tuple[int, int], out: Tensor) -> None:
 find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
 
 # %% [markdown]
-# Poison does *not* find a load without a mask if the extra lanes are neither stored nor enter a sum or a maximum: a copy
-# that masks only its store, for example. The result is right and nothing is overwritten, but a GPU may stop with an
-# illegal memory access when the tensor lies at the end of its memory. Without a GPU, the checks of this lesson therefore
-# also run your kernels on tensors that end exactly where their memory ends.
+# Poison does *not* find a load without a mask if the extra lanes are not stored and enter no sum: a copy that masks only
+# its store, for example. (`tl.max` may ignore a NaN, so a maximum is not enough.) The result is right and nothing is
+# overwritten, but a GPU may stop with an illegal memory access when the tensor lies at the end of its memory. Without a
+# GPU, the checks of this lesson therefore also run your kernels on tensors that end exactly where their memory ends.
 #
 # ## In the field
 #
@@ -736,7 +752,7 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 # | claim | what holds | tested where |
 # |---|---|---|
 # | an article on caches: optimised CUDA kernels reduce the use of memory bandwidth | fewer *bytes* is right, by the factors in the table. But PyTorch's own softmax is such a kernel already | bytes and launches |
-# | a fused kernel is faster | only where the bytes take most of the time. For the norm of one token the launch does | where it loses (modelled) |
+# | a fused kernel is faster | where the bytes take most of the time. Those of one token's norm take less time than its launch, which counts where the GPU runs out of work | where it loses (modelled) |
 # | it passes the tests, so it is right | right where the row fills its block; two of four mistakes pass a test with a remainder too | break it |
 # | tested in the interpreter, so it runs on a GPU | its results are tested. Races, undefined values in masked lanes and illegal reads do not show there by themselves; this lesson's checks look for the last two separately | exercises 2 and 3 and *Break it* explain it |
 #
@@ -750,9 +766,10 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 # 2. Block sizes are powers of two and tensor sizes often are not: mask every load and every store, and choose an `other` that
 #    changes neither the sum nor the maximum.
 # 3. Rows have a stride, codes have a scale per row, and sums are computed in float32.
-# 4. A kernel wins by the intermediate results that it neither writes to memory nor reads back. It loses where there is
-#    little to move: a launch takes microseconds.
-# 5. Test with a row that does not fill its block, and with NaN around every tensor.
+# 4. A kernel wins by the intermediate results that it neither writes to memory nor reads back. It gains nothing where there
+#    is little to move: even the shortest kernel takes time, and a launch takes microseconds, if the GPU waits for it.
+# 5. Test with a row that does not fill its block, with NaN around every input, and around the result with a value that you
+#    compare afterwards.
 #
 # **Next:** lesson 9 walks a block table with these tools: attention over blocks in one pass, and INT8 codes dequantised in
 # registers.

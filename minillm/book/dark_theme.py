@@ -46,8 +46,9 @@ def _rules() -> Iterable[str]:
     yield from (f'{PICTURE} [stroke="{old}"] {{ stroke: {new}; }}' for old, new in STROKES.items())
     yield from (f"{PICTURE} {_fill(TEXT_ON_PAPER[origin])} {{ fill: {new}; }}" for origin, new in WORDS.items())
     # White letters on a request's colour stay white; white shapes, and white numbers on ink, turn dark.
-    yield f"{PICTURE} :not(text){_fill(PAPER)} {{ fill: {DARK_PAPER}; }}"
+    yield f"{PICTURE} :not(text, tspan){_fill(PAPER)} {{ fill: {DARK_PAPER}; }}"
     yield f"{PICTURE} {_fill(INK)} + text{_fill(PAPER)} {{ fill: {DARK_PAPER}; }}"
+    yield f'{DARK} svg[data-testid="cache-pages"] tspan{_fill(PAPER)} {{ fill: {DARK_PAPER}; }}'
     for colour in OWNERS:
         for strength in (FINE_TINT, COARSE_TINT):
             dark = f"color-mix(in srgb, {colour} {round(100 * strength) + 10}%, {DARK_PAPER})"

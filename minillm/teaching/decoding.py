@@ -59,15 +59,15 @@ class WatchedForward:
 def retokenization_drift(llm: LLM, texts: Sequence[str], temperature: float) -> list[tuple[int, list[int], list[int]]]:
     """(index of the text, its ids, the ids after decoding and encoding them) for each text where the two differ.
 
-    Each text is completed by up to 16 tokens. The ids are decoded and encoded after each of them; the first token at
-    which that changes the ids is reported.
+    Each text is completed by up to 16 tokens. The ids are decoded and encoded after each of them except the last, after
+    which a loop does not call the model again; the first token at which that changes the ids is reported.
     """
     params = SamplingParams(temperature=temperature, max_tokens=16, seed=0)
     tokenizer = llm.engine.tokenizer
     changed = []
     for number, out in enumerate(llm.generate(list(texts), params, use_tqdm=False)):
         ids, new = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
-        for count in range(1, len(new) + 1):
+        for count in range(1, len(new)):
             written = ids + new[:count]
             returned = tokenizer.encode(tokenizer.decode(written, skip_special_tokens=False))
             if returned != written:

@@ -15,6 +15,8 @@ import torch
 MAX_ROWS, MAX_COLUMNS = 24, 32
 MIN_CELLS = 6
 Cells = list[list["int | bool"]]
+Got = list[list["int | bool | None"]]
+"""`Cells` with None at each place that only the expected ones have."""
 
 
 def cells_of(value: Any) -> Cells | None:
@@ -51,16 +53,23 @@ def worth_drawing(expected: Cells | None, got: Cells | None) -> bool:
     return max(_num_cells(expected), _num_cells(got)) >= MIN_CELLS
 
 
-def _num_cells(rows: Cells) -> int:
+def _num_cells(rows: Cells | Got) -> int:
     return sum(map(len, rows))
+
+
+def _with_gaps(got: Cells, expected: Cells) -> Got:
+    rows: Got = [list(row) for row in got] + [[] for _ in expected[len(got) :]]
+    for row, other in zip(rows, expected, strict=False):
+        row += [None] * (len(other) - len(row))
+    return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- as text
 
 
 def as_text(expected: Cells, got: Cells) -> str:
-    """Both grids side by side: `✓` true, `·` false, numbers as they are; `✗` marks what differs."""
-    left, right = _marked(expected, None), _marked(got, expected)
+    """Both grids side by side: `✓` true, `·` false, numbers as they are; `✗` marks what differs or is missing."""
+    left, right = _marked(expected, None), _marked(_with_gaps(got, expected), expected)
     width = max(len("expected"), *map(len, left))
     lines = [f"{'expected':<{width}}    got (✗ differs)"]
     for i in range(max(len(left), len(right))):
@@ -68,7 +77,7 @@ def as_text(expected: Cells, got: Cells) -> str:
     return "\n".join(lines)
 
 
-def _marked(rows: Cells, other: Cells | None) -> list[str]:
+def _marked(rows: Cells | Got, other: Cells | None) -> list[str]:
     def text(i: int, j: int) -> str:
         return _cell_text(rows[i][j]) + ("✗" if _differs(rows, other, i, j) else "")
 
@@ -77,11 +86,13 @@ def _marked(rows: Cells, other: Cells | None) -> list[str]:
     return [" ".join(f"{text:<{width}}" for text in row).rstrip() for row in texts]
 
 
-def _cell_text(cell: int | bool) -> str:
+def _cell_text(cell: int | bool | None) -> str:
+    if cell is None:
+        return ""
     return ("✓" if cell else "·") if isinstance(cell, bool) else str(cell)
 
 
-def _differs(rows: Cells, other: Cells | None, i: int, j: int) -> bool:
+def _differs(rows: Cells | Got, other: Cells | None, i: int, j: int) -> bool:
     return other is not None and (i >= len(other) or j >= len(other[i]) or other[i][j] != rows[i][j])
 
 
@@ -94,14 +105,15 @@ TRUE, SPOILT, WRONG = "#cfe3f3", "#fbe3d5", "#D55E00"
 
 
 def as_html(expected: Cells, got: Cells) -> str:
-    """Both grids as one SVG on a white card."""
+    """Both grids as one SVG on a white card. A place without a value is dashed."""
+    answer = _with_gaps(got, expected)
     size = CELL + 8 * max(0, max(len(_cell_text(cell)) for rows in (expected, got) for row in rows for cell in row) - 1)
     left = max(max(map(len, expected)) * size, 70)
-    right = max(max(map(len, got)) * size, 110)
-    width, height = left + GAP + right + 2, TITLE + max(len(expected), len(got)) * CELL + 2
-    wrong = sum(_differs(got, expected, i, j) for i, row in enumerate(got) for j in range(len(row)))
-    words = f"expected and got: {wrong} of {_num_cells(got)} cells differ, each marked with a cross"
-    body = _grid("expected", expected, None, 1, size) + _grid("got (✗ differs)", got, expected, left + GAP, size)
+    right = max(max(map(len, answer)) * size, 110)
+    width, height = left + GAP + right + 2, TITLE + len(answer) * CELL + 2
+    wrong = sum(_differs(answer, expected, i, j) for i, row in enumerate(answer) for j in range(len(row)))
+    words = f"expected and got: {wrong} of {_num_cells(answer)} cells differ, each marked with a cross"
+    body = _grid("expected", expected, None, 1, size) + _grid("got (✗ differs)", answer, expected, left + GAP, size)
     return (
         f'<div style="{CARD}"><svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(words)}" '
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
@@ -109,16 +121,19 @@ def as_html(expected: Cells, got: Cells) -> str:
     )
 
 
-def _grid(title: str, rows: Cells, other: Cells | None, left: int, size: int) -> str:
+def _grid(title: str, rows: Cells | Got, other: Cells | None, left: int, size: int) -> str:
     parts = [f'<text x="{left}" y="13" fill="{INK}">{escape(title)}</text>']
     for i, row in enumerate(rows):
         for j, cell in enumerate(row):
             x, y, bad = left + j * size, TITLE + i * CELL, _differs(rows, other, i, j)
             fill = SPOILT if bad else TRUE if cell is True else "#ffffff"
-            parts.append(f'<rect x="{x}" y="{y}" width="{size}" height="{CELL}" fill="{fill}" stroke="{LINE}"/>')
-            parts.append(
-                f'<text x="{x + size / 2:g}" y="{y + 17}" text-anchor="middle" fill="{INK}">{_cell_text(cell)}</text>'
-            )
+            box = f'x="{x}" y="{y}" width="{size}" height="{CELL}"'
+            if cell is None:
+                parts.append(f'<rect {box} fill="#ffffff" stroke="{WRONG}" stroke-dasharray="3 2"/>')
+            else:
+                parts.append(f'<rect {box} fill="{fill}" stroke="{LINE}"/>')
+                place = f'x="{x + size / 2:g}" y="{y + 17}"'
+                parts.append(f'<text {place} text-anchor="middle" fill="{INK}">{_cell_text(cell)}</text>')
             if bad:
                 parts.append(f'<path d="M{x + size - 8} {y + 3}l5 5m0 -5l-5 5" stroke="{WRONG}" stroke-width="2"/>')
     return "".join(parts)

@@ -8,13 +8,34 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
+from minillm.book.dark_theme import dark_css
+from minillm.viz import CachePagesView, LossTiles, MovedSuffix, SplitLayer, TimelineView
 from tests.browser.accessibility import violations
 from tests.browser.text_contrast import low_contrasts
+from tests.trace.traces import story
 
 PAGES = ("index", "glossary", "search", "lessons/index", "techniques/index", "techniques/beside-contrastive")
 """One of each kind but lessons, and the one with the replay."""
 LONG_PAGES = ("lessons/02_kv_cache", "engine", "tested", "measured", "genindex", "source/minillm.batch")
-LESSONS = ("00_tour", "02_kv_cache", "04_kv_quantisation", "06_paged_blocks", "07_continuous_batching")
+LESSONS = (
+    "00_tour",
+    "02_kv_cache",
+    "04_kv_quantisation",
+    "06_paged_blocks",
+    "07_continuous_batching",
+    "14_moving_and_reusing",
+    "16_beyond_one_machine",
+    "17_beside_inference",
+)
+TOKENS = ["def", " f", "(", "x", ")", ":", "\n", " return", " x"]
+DRAWN_NOW = (
+    SplitLayer([(range(i, i + 1), range(i, i + 1)) for i in range(8)], 8, 768, 288),
+    SplitLayer([(range(3), range(1)), (range(3, 6), range(1, 2))], 6, 768, 288),
+    MovedSuffix(TOKENS, 3, 4, ["width", ",", " height"], [1.0, 0.1, 0.001]),
+    LossTiles([[0.05, 0.9, 0.05], [0.125, 0.625, 0.25], [0.2, 0.2, 0.6]], 8, at=(1, 1)),
+    TimelineView(story()),
+)
+"""Pictures with tints, and with white numbers on colours."""
 
 
 @pytest.fixture(params=["light", "dark"])
@@ -46,6 +67,21 @@ def test_every_picture_can_be_read(book: Path, page: Page) -> None:
         page.locator("svg[data-testid]").first.wait_for()
         assert low_contrasts(page) == []
     assert page.failed == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_pictures_as_they_are_drawn_now_can_be_read(browser: Browser, theme: str) -> None:
+    page = browser.new_page(viewport={"width": 1100, "height": 900})
+    on_ink = CachePagesView(story()).to_svg(3)  # white numbers of blocks that are new in this step
+    pictures = "".join([*(picture.to_svg() for picture in DRAWN_NOW), on_ink])
+    page.set_content(f'<html data-theme="{theme}"><style>{dark_css()}</style><body>{pictures}</body></html>')
+    assert low_contrasts(page) == []
+    colour = "selector => getComputedStyle(document.querySelector(selector)).fill"
+    white = 'tspan[fill="#ffffff"]'
+    assert page.evaluate(colour, f'svg[data-testid="timeline"] {white}') == "rgb(255, 255, 255)"
+    paper = "rgb(255, 255, 255)" if theme == "light" else "rgb(27, 32, 41)"
+    assert page.evaluate(colour, f'svg[data-testid="cache-pages"] {white}') == paper
+    page.close()
 
 
 @pytest.mark.timeout(600)

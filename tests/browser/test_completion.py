@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import nbformat
@@ -26,6 +26,8 @@ FIRST_CELL = "class Stack:\n    def push(self, item):\n        self.items.append
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
 SOURCE = "() => window.jupyterapp.shell.currentWidget.content.activeCell.model.sharedModel.source"
 SHOW = "() => window.jupyterapp.commands.execute('minillm:show-completion')"
+CLOSE = """() => [...window.jupyterapp.shell.widgets('main')]
+  .find(widget => widget.id === 'minillm-completion-panel').close()"""
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +184,45 @@ def test_trouble_is_told_once_and_the_panel_names_a_missing_server_extension(pag
     assert len(answers) > 1 and not page.locator(".jp-GhostText").count()
     page.evaluate(SHOW)
     expect(page.get_by_test_id("minillm-panel")).to_contain_text("jupyter server extension enable", timeout=MINUTES)
+
+
+def test_an_older_answer_does_not_replace_a_newer_one_and_a_closed_panel_asks_no_more(
+    page: Page, completing_lab: Lab
+) -> None:
+    asked_for: list[Route] = []
+
+    def answer(route: Route) -> None:
+        asked_for.append(route)
+        if len(asked_for) != 2:  # the second answer comes last
+            route.fulfill(json={"html": f"<p>answer {len(asked_for)}</p>"})
+
+    open_and_type(page, completing_lab, FILE, "")
+    page.route("**/minillm/complete/panel**", answer)
+    page.evaluate(SHOW)
+    panel = page.get_by_test_id("minillm-panel")
+    expect(panel).to_have_text("answer 1")
+    for number in (2, 3):
+        page.locator(".jp-FileEditor .cm-content").click()
+        page.keyboard.type("x")
+        wait_until(page, lambda number=number: len(asked_for) == number)
+    expect(panel).to_have_text("answer 3")
+    asked_for[1].fulfill(json={"html": "<p>answer 2</p>"})
+    page.wait_for_timeout(500)
+    expect(panel).to_have_text("answer 3")
+
+    page.evaluate(CLOSE)
+    expect(panel).to_have_count(0)
+    page.locator(".jp-FileEditor .cm-content").click()
+    with page.expect_response(is_completion):
+        page.keyboard.type("y")
+    page.wait_for_timeout(1000)
+    assert len(asked_for) == 3
+
+
+def wait_until(page: Page, happened: Callable[[], bool]) -> None:
+    """Fails after 30 seconds."""
+    for _ in range(300):
+        if happened():
+            return
+        page.wait_for_timeout(100)
+    pytest.fail("the panel was not asked for")

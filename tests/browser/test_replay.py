@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 from minillm.viz import CachePagesView, ReplayWidget
 from tests.browser.conftest import Lab
 from tests.browser.test_lesson_00 import CONNECTED
-from tests.trace.traces import sharing
+from tests.trace.traces import Script, prefill, sharing
 
 MINUTE = 60_000
 NOTEBOOK = "replay.ipynb"
@@ -206,4 +206,59 @@ def test_autoplay_starts_in_view_and_is_off_for_readers_who_want_less_motion(
     else:
         page.wait_for_timeout(800)
         assert shown(page) == telling
+    page.close()
+
+
+@pytest.fixture
+def bare(browser: Browser) -> Iterator[Page]:
+    """A replay on a page without JupyterLab."""
+    page = browser.new_page(reduced_motion="no-preference", viewport={"width": 1000, "height": 700})
+    page.set_content(ReplayWidget(CachePagesView(sharing()), speed=30)._repr_mimebundle_()["text/html"])
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize(("button", "at", "back"), [("last", LAST, "ArrowLeft"), ("first", 1, "ArrowRight")])
+def test_the_keyboard_goes_on_after_a_button_at_the_end_was_pressed(
+    bare: Page, button: str, at: int, back: str
+) -> None:
+    """A disabled button loses the focus."""
+    bare.get_by_test_id("replay-forward").click()
+    bare.get_by_test_id(f"replay-{button}").focus()
+    bare.keyboard.press("Enter")
+    assert shown(bare) == at
+    expect(bare.get_by_test_id("replay")).to_be_focused()
+    bare.keyboard.press(back)
+    assert shown(bare) == at + (1 if at == 1 else -1)
+
+
+def test_the_name_and_the_tooltip_of_the_play_button_change_together(bare: Page) -> None:
+    play, replay = bare.get_by_test_id("replay-play"), bare.get_by_test_id("replay")
+    bare.get_by_test_id("replay-speed").select_option("0.5")
+    for state, name in (("playing", "Pause (Space)"), ("paused", "Play (Space)")):
+        play.click()
+        expect(replay).to_have_attribute("data-state", state)
+        assert (play.get_attribute("aria-label"), play.get_attribute("title")) == (name, name)
+
+
+def test_a_replay_whose_output_is_removed_stops(bare: Page) -> None:
+    rewind(bare)
+    bare.get_by_test_id("replay-play").click()
+    state = bare.evaluate_handle(
+        "() => { const root = document.querySelector('[data-testid=replay]'); root.remove(); return root; }"
+    )
+    bare.wait_for_function("root => root.dataset.state === 'paused'", arg=state)
+    assert int(state.evaluate("root => root.dataset.step")) < LAST
+
+
+def test_a_text_that_looks_like_an_id_stays_as_it_is(browser: Browser) -> None:
+    s = Script()
+    s.add("a", "-placement- x", 4)
+    s.step(prefill("a", 4))
+    page = browser.new_page()
+    page.set_content(ReplayWidget(CachePagesView(s.trace))._repr_mimebundle_()["text/html"])
+    expect(page.get_by_test_id("replay-frame").get_by_test_id("request")).to_contain_text("-placement- x")
+    assert all(
+        "\ue000" not in name for name in page.evaluate("() => [...document.querySelectorAll('[id]')].map(n => n.id)")
+    )
     page.close()

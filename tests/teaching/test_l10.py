@@ -14,7 +14,7 @@ from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l10_speculative_decoding import EXERCISES, accept_rule, residual, rollback, verify_chain
 from minillm.teaching.workshop import l10_checks as checks
 from minillm.teaching.workshop import l10_engine
-from minillm.teaching.workshop.l10_broken import BROKEN, FullTarget, OpenFilter
+from minillm.teaching.workshop.l10_broken import BROKEN, FullTarget, OneUniform, OpenFilter
 from minillm.teaching.workshop.l10_engine import (
     ChainRule,
     chi_square_of_texts,
@@ -24,7 +24,17 @@ from minillm.teaching.workshop.l10_engine import (
     through_text,
 )
 from minillm.teaching.workshop.l10_loop import Loop, pick
-from minillm.teaching.workshop.l10_words import DRAFT, TARGET, WORDS, enumerate_round, role, target_joint
+from minillm.teaching.workshop.l10_words import (
+    DRAFT,
+    TARGET,
+    TWELVE_MIDDLES,
+    WORDS,
+    Joint,
+    Judge,
+    enumerate_round,
+    role,
+    target_joint,
+)
 from minillm.trace import DraftProposed, TokensCommitted
 from tests.conftest import TinyPair
 
@@ -172,6 +182,7 @@ def test_a_round_is_changed_by_its_own_drafts_only_and_not_counted_with_special_
     ]
     trip = through_text(events, CutWords(), ["b"])
     assert (trip.num_rounds, trip.changed, trip.example) == (3, 1, (["a", "b", "a", "b"], ["ab", "ab"]))
+    assert trip.text_changed == 2  # the second and the third
 
 
 # --- the world of three words ---------------------------------------------------------------------------------------
@@ -200,6 +211,27 @@ def test_the_targets_joint_sums_to_one_and_a_round_is_exactly_it():
     assert sum(exact.values()) == 1 and len(exact) == len(WORDS) ** 3
     assert min(exact.values()) == Fraction(1, 64)
     assert enumerate_round(verify_chain, [2, 0]) == exact
+
+
+def test_one_uniform_for_two_purposes_needs_twelve_values_and_is_wrong_by_them_too():
+    judge = OneUniform(verify_chain, rollback).judge
+    by_prompt = []
+    for word in range(3):
+        joint = enumerate_round(judge, [word], gamma=1, accept_middles=TWELVE_MIDDLES)
+        by_prompt.append(sum(p for tokens, p in joint.items() if role([word], tokens[0]) == 1))
+    assert by_prompt == [Fraction(1, 3), Fraction(1, 4), Fraction(1, 6)]
+    assert enumerate_round(judge, [2, 0], gamma=1, accept_middles=TWELVE_MIDDLES) != target_joint([2, 0], 2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BROKEN if kind is not OneUniform], ids=lambda kind: kind.__name__)
+def test_four_values_of_a_drafts_uniform_are_as_good_as_twelve(kind: type[Loop]):
+    judge = kind(verify_chain, rollback).judge
+    for word in range(3):
+        assert one_draft(judge, word) == one_draft(judge, word, accept_middles=TWELVE_MIDDLES)
+
+
+def one_draft(judge: Judge, word: int, **options: object) -> Joint:
+    return enumerate_round(judge, [word], gamma=1, **options)
 
 
 def test_block_verification_accepts_more_and_no_rule_more_than_all():

@@ -139,7 +139,8 @@ _COPY = Exercise(
         "Which row does this program handle, and which columns of it? Then: at which address do they begin, in x and "
         "in out?",
         "row = tl.program_id(0); column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK). A row begins at "
-        "row * stride, and each of the two tensors has its own stride. Mask the lanes with column >= columns.",
+        "row * stride, and each of the two tensors has its own stride. Pass mask=column < columns, so that lanes past "
+        "the end are off.",
         "The shape of it:\n"
         "row = tl.program_id(0)\n"
         "column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)\n"

@@ -23,8 +23,8 @@ def _rows(*rows: list[float]) -> Tensor:
 def _accept_cases() -> list[Case]:
     p, q = [0.25, 0.25, 0.5], [0.5, 0.125, 0.375]
     return [
-        Case("the draft likes x twice as much as the target does", (_rows(p), _rows(q), torch.tensor([0]))),
-        Case("the target likes x more than the draft does", (_rows(p), _rows(q), torch.tensor([1]))),
+        Case("the draft model likes x twice as much as the target does", (_rows(p), _rows(q), torch.tensor([0]))),
+        Case("the target likes x more than the draft model does", (_rows(p), _rows(q), torch.tensor([1]))),
         Case(
             "three drafts, each with rows of its own",
             (_rows(p, [0.1, 0.8, 0.1], [0.5, 0.3, 0.2]), _rows(q, [0.2, 0.2, 0.6], q), torch.tensor([0, 2, 2])),
@@ -58,9 +58,9 @@ _ACCEPT = Exercise(
     reference=accept_rule,
     cases=_accept_cases,
     hints=(
-        "Where the draft draws x more often than the target would, some of these x must be rejected. What share?",
+        "Where the draft model draws x more often than the target would, some of these x must be rejected. What share?",
         "Look up p(x) and q(x): gather picks one number of each row. Then divide, and limit the result to 1. Where "
-        "q(x) is 0, the draft cannot have drawn x: give NaN there (torch.where).",
+        "q(x) is 0, the draft model cannot have drawn x: give NaN there (torch.where).",
         "p_x = p.gather(-1, x[..., None]).squeeze(-1), and the same for q_x. Then torch.where(…, (…).clamp(max=1.0), "
         "math.nan): the condition and the ratio are missing.",
         body(accept_rule),
@@ -171,7 +171,7 @@ _ROLLBACK = Exercise(
     hints=(
         "A row is valid if its token has been committed. Which rows of the two caches are not?",
         "The target's cache has one row too many for each rejected draft. Compute how many rows stay, and keep as many "
-        "in both caches. The draft's cache may have fewer; a slice beyond its end is no error.",
+        "in both caches. The draft model's cache may have fewer; a slice beyond its end is no error.",
         "num_valid = len(target) - (…); return target[:num_valid], draft[…]. Two parts are missing. Do not write "
         "rows[:-rejected]: with rejected = 0 that is rows[:0].",
         body(rollback),

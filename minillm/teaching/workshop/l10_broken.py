@@ -108,7 +108,7 @@ class ArgmaxDraft(Loop):
 
 
 class HiddenFilter(Loop):
-    """Drafts from the draft's two most likely words, and reports the row before this filter."""
+    """Drafts from the draft model's two most likely words, and reports the row before this filter."""
 
     def draw_draft(self, row: Tensor) -> tuple[int, Tensor]:
         """See `Loop.draw_draft`."""
@@ -116,7 +116,7 @@ class HiddenFilter(Loop):
 
 
 class OpenFilter(Loop):
-    """No mistake: drafts from the draft's two most likely words, and reports the row after this filter."""
+    """No mistake: drafts from the draft model's two most likely words, and reports the row after this filter."""
 
     def draw_draft(self, row: Tensor) -> tuple[int, Tensor]:
         """See `Loop.draw_draft`."""
@@ -132,7 +132,7 @@ class SoftmaxAtZero(Loop):
 
 
 class DraftOneShort(Loop):
-    """Gives the draft only the newest token, also after full acceptance, when the last draft is missing, too."""
+    """After full acceptance, gives the draft model only the bonus token, though its cache lacks the last draft, too."""
 
     def unread(self, text: list[int]) -> list[int]:
         """See `Loop.unread`."""
@@ -165,7 +165,7 @@ class NeverCuts(Loop):
 
 
 def accepted_rows(draft_cache: list[int], num_drafts: int, num_accepted: int) -> list[int]:
-    """The draft's cache without the rows of rejected drafts. The last draft has none."""
+    """The draft model's cache without the rows of rejected drafts. The last draft has none."""
     return draft_cache[: len(draft_cache) - max(0, num_drafts - num_accepted - 1)]
 
 

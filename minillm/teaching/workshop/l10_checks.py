@@ -57,7 +57,9 @@ def many_texts(loop: Loop, num_texts: int = NUM_TEXTS) -> list[Generated]:
 
 
 def wrong_by_enumeration(kind: type[Loop], verify: Judge, rollback: Rollback) -> bool:
-    """The exact distribution of three tokens, over all drafts and uniforms of a round, is not the target's."""
+    """The distribution of three tokens, over all drafts and uniforms of a round, is not the target's.
+
+    It is exact but for a round like `OneUniform`'s (see `TWELVE_MIDDLES`), whose exact distribution is wrong, too."""
     loop = kind(verify, rollback)
     return enumerate_round(loop.judge, PROMPT) != target_joint(PROMPT, 3)
 
@@ -82,7 +84,7 @@ def greedy_text(prompt: list[int]) -> list[int]:
 
 def wrong_with_itself(kind: type[Loop], verify: Judge, rollback: Rollback) -> bool:
     """A target that drafts for itself does not get every draft accepted and a bonus token in every round; or a draft
-    that is the target up to rounding breaks it."""
+    model that is the target up to rounding breaks it."""
     loop = kind(verify, rollback, draft=TARGET)
     if any(count != loop.gamma + 1 for seed in range(20) for count in loop.generate(PROMPT, 30, seed).rounds):
         return True

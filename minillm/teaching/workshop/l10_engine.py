@@ -129,6 +129,8 @@ class RoundTrip:
     num_rounds: int
     changed: int
     """Rounds whose drafts are not the last tokens of the text that is decoded and encoded again."""
+    text_changed: int
+    """Rounds whose committed tokens are not the first tokens of that text."""
     example: tuple[list[str], list[str]] | None
     """The last tokens of one such round, before and after."""
 
@@ -136,7 +138,7 @@ class RoundTrip:
 def through_text(trace: Trace, tokenizer: Tokenizer, prompts: Sequence[str]) -> RoundTrip:
     """Decode the text and the drafts of every round, and encode them again."""
     texts: dict[str, list[int]] = {}
-    num_rounds = changed = 0
+    num_rounds = changed = text_changed = 0
     example = None
     for event in trace:
         name = getattr(event, "request_id", None)
@@ -148,12 +150,13 @@ def through_text(trace: Trace, tokenizer: Tokenizer, prompts: Sequence[str]) -> 
                 continue
             after = tokenizer.encode(tokenizer.decode(before))
             num_rounds += 1
+            text_changed += after[: len(texts[name])] != texts[name]
             if after[-len(event.token_ids) :] != event.token_ids:
                 changed += 1
                 example = example or _ends(before, after, tokenizer)
         if isinstance(event, TokensCommitted):
             texts[name] += event.token_ids
-    return RoundTrip(num_rounds, changed, example)
+    return RoundTrip(num_rounds, changed, text_changed, example)
 
 
 def _ends(before: list[int], after: list[int], tokenizer: Tokenizer) -> tuple[list[str], list[str]]:

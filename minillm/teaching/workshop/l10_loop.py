@@ -84,7 +84,7 @@ class Loop:
         return drafts, self.judged(torch.cat(q))
 
     def unread(self, text: list[int]) -> list[int]:
-        """The committed tokens that are not in the draft's cache: one, or two after full acceptance."""
+        """The committed tokens that are not in the draft model's cache: one, or two after full acceptance."""
         return text[len(self.draft_cache) :]
 
     def draw_draft(self, row: Tensor) -> tuple[int, Tensor]:

@@ -67,18 +67,25 @@ def role(cache: Sequence[int], token: int) -> int:
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
-ACCEPT_MIDDLES = [(2 * i + 1) / 8 for i in range(4)]
-LAST_MIDDLES = [(2 * i + 1) / 24 for i in range(12)]
-"""All thresholds are multiples of 1/4 and 1/12. So these uniforms, one in each interval, stand for all uniforms."""
+FOUR_MIDDLES = tuple((2 * i + 1) / 8 for i in range(4))
+TWELVE_MIDDLES = tuple((2 * i + 1) / 24 for i in range(12))
+"""One uniform in each interval between two thresholds stands for all in it. A draft's chance is a multiple of 1/4, and
+the thresholds of the last token are multiples of 1/12. A judge that also *draws* with the uniform of a draft, as
+`l10_broken.OneUniform` does, compares it with multiples of 1/3 too, and needs twelve."""
 
 Joint = dict[tuple[int, ...], Fraction]
 
 
-def enumerate_round(judge: Judge, prompt: list[int], gamma: int = 2) -> Joint:
-    """The exact distribution of the first γ + 1 tokens after `prompt`: one round by `judge`, over all drafts and all
-    uniforms, and the rest of the γ + 1 tokens by the target itself."""
+def enumerate_round(
+    judge: Judge, prompt: list[int], gamma: int = 2, accept_middles: Sequence[float] = FOUR_MIDDLES
+) -> Joint:
+    """The distribution of the first γ + 1 tokens after `prompt`: one round by `judge`, over all drafts and uniforms,
+    and the rest of the γ + 1 tokens by the target itself.
+
+    It is exact if `judge` compares the uniform of a draft only with thresholds that separate `accept_middles`: by
+    default with chances of acceptance, which are multiples of 1/4."""
     found: Joint = defaultdict(Fraction)
-    uniforms = list(product(*[ACCEPT_MIDDLES] * gamma, LAST_MIDDLES))
+    uniforms = list(product(*[accept_middles] * gamma, TWELVE_MIDDLES))
     for drafts in product(range(len(WORDS)), repeat=gamma):
         chance = math.prod(_probability(DRAFT, [*prompt, *drafts[:i]], x) for i, x in enumerate(drafts))
         p = TARGET.forward(prompt[:-1], [prompt[-1], *drafts])

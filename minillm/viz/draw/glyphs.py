@@ -32,6 +32,12 @@ def one_line(text: str) -> str:
     return " ".join("".join(map(printable, text.replace("\t", " "))).split())
 
 
+def beginning(text: str, max_cells: int) -> str:
+    """The beginning of `visible(text)`, at most `max_cells` columns. A long text is not read to its end."""
+    head = text[: 20 * max_cells]
+    return shorten(visible(head) + (ELLIPSIS if len(head) < len(text) else ""), max_cells)
+
+
 def printable(char: str) -> str:
     """`char`, or a replacement that XML and terminals can show: control characters become their symbol (U+2400 block),
     other forbidden characters U+FFFD."""

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
-from minillm.viz.draw.glyphs import ELLIPSIS
+from minillm.viz.draw.glyphs import ELLIPSIS, one_line
 
 BEGINNING = 16
 """A picture shows at least so many characters of a prompt: prompts that differ only later need other names."""
+LONGEST = 200
+"""Characters of a prompt that are read for a name; no picture has room for as many."""
 
 
 def distinct_names(prompts: Sequence[str]) -> list[str]:
-    """A name for each prompt: the prompt, or its part after the shared beginning (`…rest`); equal ones get `#2 …`."""
-    beginnings = Counter(prompt[:BEGINNING] for prompt in prompts)
+    """A name on one line for each prompt: its beginning, or what follows the beginning that it shares with others
+    (`…rest`); equal ones get `#2 …`."""
+    alike: dict[str, set[str]] = defaultdict(set)
+    for prompt in prompts:
+        alike[_beginning(prompt)].add(prompt)
+    shared = {start: _num_shared(group) if len(group) > 1 else 0 for start, group in alike.items()}
     names = []
-    for number, prompt in enumerate(prompts):
-        alike = {other for other in prompts if other[:BEGINNING] == prompt[:BEGINNING]}
-        if beginnings[prompt[:BEGINNING]] == 1:
-            names.append(prompt)
-            continue
-        columns = zip(*alike, strict=False)  # up to the end of the shortest
-        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) if len(alike) > 1 else 0
-        rest = ELLIPSIS + prompt[shared:].lstrip() if shared else prompt
-        copies = prompts[:number].count(prompt)
-        names.append(f"#{copies + 1} {rest}" if prompts.count(prompt) > 1 else rest)
-    return names
+    for prompt in prompts:
+        first = shared[_beginning(prompt)]
+        rest = one_line(prompt[first : first + LONGEST])
+        names.append(ELLIPSIS + rest if first and rest else one_line(prompt[:LONGEST]))
+    return [f"#{names[:i].count(name) + 1} {name}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _num_shared(prompts: Collection[str]) -> int:
+    """How many characters all of them begin with: the first and the last in order differ the soonest."""
+    pairs = zip(min(prompts), max(prompts), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _beginning(prompt: str) -> str:
+    return one_line(prompt[:LONGEST])[:BEGINNING]

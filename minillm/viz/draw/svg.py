@@ -6,6 +6,7 @@ one page cannot restyle each other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from html import escape
@@ -53,6 +54,11 @@ def characters(text: str) -> str:
 def words(text: str) -> str:
     """Like `characters`, for running text: spaces stay spaces."""
     return escape("".join(map(printable, text)), quote=False)
+
+
+def paragraph(text: str) -> str:
+    """The lines of `text` as sentences of one paragraph: a full stop between each and the next."""
+    return re.sub(r"\.?\n", ". ", text)
 
 
 def label(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import chain, groupby, islice
 
 from minillm.trace.acceptance_state import Token
 from minillm.viz.draw.colours import TEXT_ON_PAPER
@@ -30,13 +30,13 @@ def style(origin: str) -> Attributes:
     return {"fill": TEXT_ON_PAPER[origin], **STYLES[origin]}
 
 
-def draw_text(prompt: str, tokens: Iterable[Token], x: float, y: float, width: float, max_lines: int) -> list[str]:
+def draw_text(prompt: str, tokens: Sequence[Token], x: float, y: float, width: float, max_lines: int) -> list[str]:
     """The last `max_lines` lines of prompt and tokens, one `text` element each, the first baseline at `y`."""
-    pieces: list[Piece] = [(char, "prompt") for char in prompt]
-    pieces += [(char, token.origin) for token in tokens for char in token.text]
-    # Only the tail is shown; laying out the whole context would be slow.
     columns = int(width / (FONT_SIZE * MONO_EM)) - 1
-    lines = _lines(pieces[-columns * (max_lines + 1) :], columns)[-max_lines:]
+    # Only the tail is shown, so it is read from its end; laying out the whole context would be slow.
+    of_tokens = ((char, token.origin) for token in reversed(tokens) for char in reversed(token.text))
+    backwards = chain(of_tokens, ((char, "prompt") for char in reversed(prompt)))
+    lines = _lines(list(islice(backwards, columns * (max_lines + 1)))[::-1], columns)[-max_lines:]
     return [_line(line, x, y + i * LINE_HEIGHT) for i, line in enumerate(lines)]
 
 

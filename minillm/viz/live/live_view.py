@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class LiveView:
         self._show = show or _notebook_display
         self._clock, self._sleep = clock, sleep
         self._handle: Handle | None = None
+        self._turn = threading.Lock()
         self._shown = self._running = False
         self._next_frame = 0.0
         self._traces = list({id(view.trace): view.trace for view in views}.values())
@@ -78,7 +80,8 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._running = False
+        with self._turn:  # a frame that another thread draws now is not shown after the last one
+            self._running = False
         for trace in self._traces:
             trace.unwatch(self._on_event)
         if self._handle is not None:
@@ -90,11 +93,12 @@ class LiveView:
                 _warn(problem)
 
     def _on_event(self, event: Event) -> None:
-        if not self._running or not isinstance(event, StepFinished):
+        if not isinstance(event, StepFinished):
             return
-        if self._handle is not None and self._clock() >= self._next_frame:
-            self._draw(last=False)
-        if self.pause:
+        with self._turn:
+            if self._running and self._handle is not None and self._clock() >= self._next_frame:
+                self._draw(last=False)
+        if self.pause and self._running:
             self._sleep(self.pause)
 
     def _frame(self, *, last: bool) -> dict[str, str]:

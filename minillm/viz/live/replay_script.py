@@ -59,31 +59,42 @@ SCRIPT = r"""
     index = Math.min(Math.max(index, 0), last);
     if (index === shown || last < 0) return;
     shown = index;
-    stage.innerHTML = unpack(recording.frames, index).replaceAll("-placement-", `-${own}-`);
+    stage.innerHTML = unpack(recording.frames, index).replaceAll("\ue000", `${own}-`);
     words.textContent = unpack(recording.texts, index);
     slider.value = String(index);
     slider.setAttribute("aria-valuetext", `step ${steps[index]}`);
     count.textContent = `step ${steps[index]} of ${steps[last]}`;
     root.dataset.step = String(steps[index]);
-    back.disabled = first.disabled = index === 0;
-    forward.disabled = end.disabled = index === last;
+    const atFirst = index === 0, atLast = index === last;
+    for (const [node, off] of [[first, atFirst], [back, atFirst], [forward, atLast], [end, atLast]]) {
+      // A disabled button has no focus, and then no key arrives here.
+      if (off && node === document.activeElement) root.focus({preventScroll: true});
+      node.disabled = off;
+    }
+  }
+  function namePlay(label, sign) {
+    play.textContent = sign;
+    play.title = label;
+    play.setAttribute("aria-label", label);
   }
   function pause() {
     if (timer !== null) clearTimeout(timer);
     timer = null;
-    play.textContent = "▶ Play";
-    play.setAttribute("aria-label", "Play (Space)");
+    namePlay("Play (Space)", "▶ Play");
     root.dataset.state = "paused";
     count.setAttribute("aria-live", "polite");
   }
   function tick() {
-    timer = setTimeout(() => { show(shown + 1); shown < last ? tick() : pause(); }, 1000 / Number(speed.value));
+    timer = setTimeout(() => {
+      if (!root.isConnected) return pause();  // the output was removed
+      show(shown + 1);
+      shown < last ? tick() : pause();
+    }, 1000 / Number(speed.value));
   }
   function start() {
     if (last < 1) return;
     count.setAttribute("aria-live", "off");
-    play.textContent = "❚❚ Pause";
-    play.setAttribute("aria-label", "Pause (Space)");
+    namePlay("Pause (Space)", "❚❚ Pause");
     root.dataset.state = "playing";
     tick();
     if (shown === last) show(0);

@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.glyphs import ELLIPSIS
+from minillm.viz.draw.glyphs import ELLIPSIS, PLACEHOLDER
 from minillm.viz.draw.output import as_html, place, stack
 from minillm.viz.draw.view import View
 from minillm.viz.live.replay_frames import MAX_BYTES, MAX_FRAMES, MAX_TEXT, pack, spread
@@ -103,7 +103,8 @@ def check_seconds(seconds: float | None) -> None:
 
 def _frame(views: list[View], step: int) -> str:
     # Always the same ids, so that frames share the elements that use them; the script makes the ids unique in the page.
-    return as_html([place(view.to_svg(step), f"placement-{i}") for i, view in enumerate(views)])
+    # They hold the placeholder, which no text of a picture can hold.
+    return as_html([place(view.to_svg(step), f"{PLACEHOLDER}{i}") for i, view in enumerate(views)])
 
 
 def _texts(views: list[View], steps: list[int]) -> list[str]:

@@ -8,7 +8,6 @@ from math import ceil
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
 from minillm.viz.draw.colours import INK, MUTED, PAPER, ink_on, owner_colour, owner_letter
-from minillm.viz.draw.glyphs import one_line
 from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import (
     MARGIN,
@@ -52,7 +51,7 @@ def draw_requests(requests: Sequence[RequestState], hidden: int, tokens_name: st
     pitch, above = row_pitch(requests), ROWS_TOP - 14
     heads = heading(MARGIN, above, "requests") + heading(274, above, "doing") + heading(TABLE, above, table_name)
     heads += label(262, above, tokens_name, size=11.5, weight=600, anchor="end")
-    names = distinct_names([one_line(request.prompt) for request in requests])
+    names = distinct_names([request.prompt for request in requests])
     rows = "".join(_row(r, name, ROWS_TOP + i * pitch) for i, (r, name) in enumerate(zip(requests, names, strict=True)))
     more = label(56, ROWS_TOP + len(requests) * pitch + 12, f"and {hidden} more") if hidden else ""
     return heads + rows + more

@@ -8,7 +8,7 @@ from minillm.trace import Trace
 from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
 from minillm.viz.draw.colours import CACHED, INK, VERMILLION
-from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, hatch, heading, spans
+from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, hatch, heading, paragraph, spans
 from minillm.viz.draw.view import View
 from minillm.viz.pages.block_tables import ROWS_TOP, draw_requests, row_pitch, rows_to_show
 from minillm.viz.pages.cache_changes import changes, plural
@@ -47,7 +47,7 @@ class CachePagesView(View):
             "cache-pages",
             grid_top + grid.height + 28 + legend_height,
             f"{title(state)}, step {state.step}",
-            " ".join(describe(state, tables=False).replace("\n", ". ").replace("..", ".").split()),
+            paragraph(describe(state, requests)),
             element(
                 "defs", {}, hatch("void", VERMILLION), hatch("tight", VERMILLION, 2, 1.2), hatch("cached", CACHED, 6, 2)
             ),

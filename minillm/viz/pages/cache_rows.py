@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from minillm.errors import ConfigError, TraceError
-from minillm.trace import Event, Trace
+from minillm.trace import RowsWritten, Trace
 from minillm.viz.draw.colours import BLUE, DISCARDED, HAIRLINE, INK, ORANGE, PAPER
 from minillm.viz.draw.svg import MARGIN, RIGHT, UID, card, element, fit_words, hatched, label, number, rectangle
 from minillm.viz.draw.view import View
@@ -26,32 +26,6 @@ STATES = {
     "copied": "copied this step",
     "empty": "allocated but empty",
 }
-
-
-@dataclass(frozen=True)
-class RowsWritten(Event):
-    """What one forward did to the cache of one layer under one growth policy."""
-
-    policy: str
-    past: int
-    """Valid rows before the step."""
-    written: int
-    copied: int
-    """Rows moved into a new buffer before writing: `past` or 0."""
-    capacity: int
-    """Rows of the buffer after growing."""
-
-    @property
-    def empty(self) -> int:
-        """Rows without a token: padding for a kernel that works on the whole buffer."""
-        return self.capacity - self.past - self.written
-
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(state, first row, number of rows) from row 0 down, without empty spans."""
-        before = "copied" if self.copied else "kept"
-        end = self.past + self.written
-        parts = [(before, 0, self.past), ("written", self.past, self.written), ("empty", end, self.empty)]
-        return [part for part in parts if part[2] > 0]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
-from minillm.viz.draw.glyphs import shorten, visible
+from minillm.viz.draw.glyphs import beginning
 from minillm.viz.pages.cache_changes import changes, letter, plural
 
 PROMPT = 60
@@ -81,20 +83,20 @@ def unit(state: CacheState) -> str:
     return "place" if state.whole_sequences else "block"
 
 
-def describe(state: CacheState, *, tables: bool = True) -> str:
-    """The picture in words, one line per request; `tables` adds the block tables."""
+def describe(state: CacheState, drawn: Sequence[RequestState] | None = None) -> str:
+    """The picture in words, one line per request, with prompts and block tables. With `drawn` only those requests,
+    without both, and the number of the others."""
     lines = [f"{title(state)}, step {state.step}. {summary(state)}"]
-    for request in state.requests.values():
-        line = (
-            f"{letter(request)} {shorten(visible(request.prompt), PROMPT)!r}"
-            if tables
-            else f"Request {letter(request)}"
-        )
+    tables = drawn is None
+    for request in state.requests.values() if drawn is None else drawn:
+        line = f"{letter(request)} {beginning(request.prompt, PROMPT)!r}" if tables else f"Request {letter(request)}"
         line += (
             f" ({request_work(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} "
             f"{'in the cache' if state.keeps_every_token else 'computed'}"
         )
         line += f", {plural(len(request.block_table), unit(state))}"
         lines.append(f"{line} {request.block_table}" if tables and request.block_table else line)
+    if drawn is not None and (hidden := len(state.requests) - len(drawn)):
+        lines.append(f"And {plural(hidden, 'more request')}")
     done = "; ".join(changes(state))
     return "\n".join([*lines, f"This step: {done}."] if done else lines)

@@ -7,9 +7,20 @@ from collections.abc import Sequence
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
 from minillm.viz.draw.colours import CACHED, INK, MUTED, VERMILLION
-from minillm.viz.draw.glyphs import one_line
 from minillm.viz.draw.request_labels import distinct_names
-from minillm.viz.draw.svg import MARGIN, MONO, card, element, fit_clauses, fit_mono, hatch, heading, label, spans
+from minillm.viz.draw.svg import (
+    MARGIN,
+    MONO,
+    card,
+    element,
+    fit_clauses,
+    fit_mono,
+    hatch,
+    heading,
+    label,
+    paragraph,
+    spans,
+)
 from minillm.viz.pages.block_tables import draw_chip, draw_table, rows_to_show
 from minillm.viz.pages.cache_changes import changes, plural
 from minillm.viz.pages.cache_words import describe, request_work, title, unit
@@ -45,7 +56,7 @@ def draw_narrow(state: CacheState) -> str:
         "cache-pages",
         history_top + HISTORY + 20,
         f"{title(state)}, step {state.step}",
-        " ".join(describe(state, tables=False).replace("\n", ". ").replace("..", ".").split()),
+        paragraph(describe(state, requests)),
         element(
             "defs", {}, hatch("void", VERMILLION), hatch("tight", VERMILLION, 2, 1.2), hatch("cached", CACHED, 6, 2)
         ),
@@ -82,7 +93,7 @@ def _header(state: CacheState) -> str:
 def _requests(requests: Sequence[RequestState], hidden: int) -> str:
     heads = heading(MARGIN, ROWS_TOP - 10, "requests") + heading(TABLE, ROWS_TOP - 10, "block table")
     heads += label(COUNT, ROWS_TOP - 10, "TOKENS", size=11.5, weight=600, anchor="end")
-    names = distinct_names([one_line(request.prompt) for request in requests])
+    names = distinct_names([request.prompt for request in requests])
     rows = [_row(r, name, ROWS_TOP + i * ROW) for i, (r, name) in enumerate(zip(requests, names, strict=True))]
     if hidden:
         rows.append(label(54, ROWS_TOP + len(rows) * ROW + 11, f"and {plural(hidden, 'more request')}", size=11))

@@ -21,6 +21,8 @@ from minillm.viz.pages.page_slots import Run, draw_runs, runs_of, slots_look
 MAX_PAGES = 256
 FINE_TINT, COARSE_TINT = 0.1, 0.26
 """How strongly a page has the colour of its owner, where slots are drawn and where they are too many."""
+ONE_LETTER = 20.0
+"""A dense page that is narrower has room for one letter."""
 MAX_STRIPES = 6
 """The most owners whose colours the outline of a shared page shows; the number of owners is written out."""
 
@@ -172,7 +174,10 @@ class PageGrid:
         for place, page in enumerate(self.pages):
             x, y = self.geometry.corner(place)
             name = owner_letter(self.indices[page.owners[0]]) if page.owners else ""
-            name += f"×{len(page.owners)}" if page.state == "shared" else ""
+            if self.geometry.page_width < ONE_LETTER:
+                name = name if len(name) == 1 else ""  # half a name would be another request's
+            elif page.state == "shared":
+                name += f"×{len(page.owners)}"
             advance = 7.0 if len(name) < 4 else 5.5
             rows[y + 9] += [(sign, number(x + 3 + advance * i)) for i, sign in enumerate(name)]
         texts = [

@@ -41,7 +41,8 @@ def draw_usage(state: CacheState, left: float = SIDE, right: float = RIGHT, top:
 
 def draw_history(state: CacheState, top: float, bottom: float, left: float = SIDE, right: float = RIGHT) -> str:
     """Blocks at the end of each step so far: filled slots, waste, and cached blocks."""
-    history = [PoolSnapshot(0, 0, 0), *_thinned(state.history)]
+    cached_before = len(state.engine.cached_blocks) if state.engine else 0
+    history = [PoolSnapshot(0, 0, 0, cached_before), *_thinned(state.history)]
     peak = state.totals.peak_blocks
     head = heading(left, top - 14, f"used {unit(state)}s, step by step")
     base = element("path", {"d": f"M{number(left)} {number(bottom)}H{number(right)}", "stroke": HAIRLINE})

@@ -15,7 +15,16 @@ from minillm.viz.draw.view import View
 from minillm.viz.pages.cache_changes import plural
 from minillm.viz.speculation.acceptance_words import describe, round_words
 from minillm.viz.speculation.narrow_rounds import draw_narrow
-from minillm.viz.speculation.round_tokens import COLOURS, SIGNS, THROWN_AWAY, draw_place, draw_token, num_columns
+from minillm.viz.speculation.round_tokens import (
+    COLOURS,
+    MORE,
+    SIGNS,
+    THROWN_AWAY,
+    draw_more,
+    draw_place,
+    draw_token,
+    num_columns,
+)
 
 MAX_ROUNDS, MAX_LINES = 6, 3
 ROWS_TOP, ROW = 106, 40
@@ -28,11 +37,18 @@ class Columns:
     """The positions of the columns: one per draft position, the target's token, and the sum."""
 
     count: int
+    more: int = 0
+    """Positions that have no column."""
+
+    @property
+    def room(self) -> int:
+        """Width that the columns leave for the number of drafts without one."""
+        return MORE if self.more else 0
 
     @property
     def width(self) -> float:
         """Width of a draft's box."""
-        return min(128.0, (624 - (self.count - 1) * GAP) / self.count)
+        return min(128.0, (624 - self.room - (self.count - 1) * GAP) / self.count)
 
     def left(self, position: int) -> float:
         """Left edge of the draft at `position` (from 0)."""
@@ -41,7 +57,7 @@ class Columns:
     @property
     def target(self) -> float:
         """Left edge of the target's own token."""
-        return max(self.left(self.count), 420) + 12
+        return max(self.left(self.count) + self.room, 420) + 12
 
     @property
     def total(self) -> float:
@@ -71,7 +87,8 @@ class AcceptanceStrip(View):
             return draw_narrow(state, request)
         shown = request.rounds[-MAX_ROUNDS:] if request else []
         gamma = state.engine.num_speculative_tokens if state.engine else 0
-        columns = Columns(num_columns(shown, gamma))
+        count, positions = num_columns(shown, gamma), len(request.accepted_by_position()) if request else 0
+        columns = Columns(count, max(0, positions - count))
         first = len(request.rounds) - len(shown) if request else 0
         bars_top = ROWS_TOP + max(len(shown), 1) * ROW + 26
         legend = bars_top + BAR + 40
@@ -162,6 +179,7 @@ def _row(judged: Round, number: int, top: float, columns: Columns) -> str:
     parts = [label(42, base, str(number), size=14, weight=600, fill=INK, anchor="middle")]
     for i, place in enumerate(judged.candidates_by_position[: columns.count]):
         parts += draw_place(judged, place, columns.left(i), top, columns.width)
+    parts.append(draw_more(judged, columns.count, columns.left(columns.count), base))
     if judged.target_token is not None:
         parts.append(draw_token(columns.target, top, TARGET, judged.target_token, judged.added_origin or "sampled"))
     added = "1" if judged.target_token is not None else "0"
@@ -177,6 +195,8 @@ def _bars(request: RequestAcceptance | None, columns: Columns, top: float) -> st
     positions = request.accepted_by_position()[: columns.count] if request else []
     bars = [_bar(columns.left(i), top, columns.width, i + 1, *counts) for i, counts in enumerate(positions)]
     empty = [_track(columns.left(i), top, columns.width) for i in range(len(positions), columns.count)]
+    more = f"+{columns.more}" if columns.more else ""
+    head += label(columns.left(columns.count), top + BAR + 15, more, size=11.5) if more else ""
     return head + "".join(bars + empty) + (_sum(request, columns, top) if request and request.rounds else "")
 
 
@@ -216,8 +236,8 @@ def _legend(top: float) -> str:
     entries = (
         ("accepted", "accepted"),
         ("rejected", "rejected"),
-        ("discarded", "not used"),
-        ("recovered", "recovered: the target’s own choice"),
+        ("discarded", "discarded"),
+        ("recovered", "recovered from the residual"),
         ("bonus", "bonus: all drafts were right"),
     )
     line = element("path", {"d": f"M{MARGIN} {top - 14}H{RIGHT}", "stroke": HAIRLINE})

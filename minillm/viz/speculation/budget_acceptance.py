@@ -77,6 +77,7 @@ class BudgetAcceptance(Picture):
 
     def to_svg(self) -> str:
         """The picture: the lines, below them how much of the cache each budget is, on the right the values."""
+        spread = any(line.low and line.high for line in self.lines)
         return card(
             "budget-acceptance",
             max(STRIP + 74, TOP + 40 + 62 * len(self.lines) + 60),
@@ -92,7 +93,7 @@ class BudgetAcceptance(Picture):
                 64,
                 ("drafts that the target accepts, of those it judged · context ", {}),
                 (f"{self.context:,}", {"font-weight": 700, "fill": INK}),
-                (" tokens · thin bars: from the worst prompt to the best", {}),
+                (" tokens" + (" · thin bars: from the worst prompt to the best" if spread else ""), {}),
             ),
             *self._grid(),
             *self._strip(),

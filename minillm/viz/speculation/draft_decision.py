@@ -75,10 +75,10 @@ class DraftDecision(Picture):
     def describe(self) -> str:
         """The picture in words."""
         given = ", ".join(
-            f"{name} {count} ({', '.join(f'{p:.2f}' for p in chances[:MAX_POSITIONS])})"
+            f"{name} {count} ({_listed([f'{p:.2f}' for p in chances], MAX_POSITIONS)})"
             for name, count, chances in zip(self._names, self.event.num_drafts, self.event.survival, strict=True)
         )
-        speeds = ", ".join(f"{m}: {s:.2f}" for m, s in enumerate(self.event.speedups[: 3 * MAX_POSITIONS]))
+        speeds = _listed([f"{m}: {s:.2f}" for m, s in enumerate(self.event.speedups)], 3 * MAX_POSITIONS + 1)
         return (
             f"{self.reason}. Drafts by request, with their survival: {given}. Predicted speed-up by drafts: {speeds}."
         )
@@ -106,6 +106,8 @@ class DraftDecision(Picture):
             parts.append(label(MARGIN + 6, y + 19, shorten(visible(self._names[i]), 3), size=13, weight=700, fill=INK))
             for j, chance in enumerate(self.event.survival[i][:longest]):
                 parts.append(_cell(LEFT + j * width, y, width - 4, chance, j < self.event.num_drafts[i]))
+            if (more := len(self.event.survival[i]) - longest) > 0:
+                parts.append(label(LEFT + longest * width, y + 18, f"+{more}", size=11.5))
         hidden = len(self.event.request_ids) - rows
         if hidden:
             parts.append(label(LEFT, TOP + 20 + rows * ROW, f"and {hidden} more requests", size=11.5))
@@ -157,6 +159,12 @@ class DraftDecision(Picture):
             label(PLOT_LEFT + 186, y + 2, "plain decoding", size=12, fill=INK),
         ]
         return element("g", {"data-testid": "legend"}, *parts)
+
+
+def _listed(texts: list[str], most: int) -> str:
+    """The first `most` of `texts`, and how many there are besides."""
+    more = [f"+{len(texts) - most} more"] if len(texts) > most else []
+    return ", ".join([*texts[:most], *more])
 
 
 def _drafts(count: int) -> str:

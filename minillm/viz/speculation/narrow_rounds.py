@@ -11,9 +11,10 @@ from minillm.viz.pages.cache_changes import plural
 from minillm.viz.speculation.acceptance_words import describe
 from minillm.viz.speculation.round_tokens import (
     COLOURS,
-    MAX_COLUMNS,
+    MORE,
     SIGNS,
     THROWN_AWAY,
+    draw_more,
     draw_place,
     draw_token,
     num_columns,
@@ -22,15 +23,16 @@ from minillm.viz.speculation.round_tokens import (
 WIDTH = 484
 RIGHT = WIDTH - MARGIN
 ROWS_TOP, ROW, BOX, MAX_ROUNDS = 118, 30, 25, 8
-DRAFTS, TARGET, TARGET_WIDTH, TOTAL = 54, 330, 82, 420
+DRAFTS, TARGET, TARGET_WIDTH = 54, 330, 82
+MAX_COLUMNS = 12
 GAP, BAR = 5, 40
 BARS_TOP = ROWS_TOP + MAX_ROUNDS * ROW + 14
 LEGEND_TOP = BARS_TOP + BAR + 44
 TEXT_TOP = LEGEND_TOP + 66
 MAX_LINES = 4
 LEGEND = (
-    (("accepted", "accepted"), ("rejected", "rejected"), ("discarded", "not used")),
-    (("recovered", "recovered: the target’s choice"), ("bonus", "bonus: all were right")),
+    (("accepted", "accepted"), ("rejected", "rejected"), ("discarded", "discarded")),
+    (("recovered", "recovered from the residual"), ("bonus", "bonus: all were right")),
 )
 
 
@@ -39,8 +41,9 @@ def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> st
     shown = request.rounds[-MAX_ROUNDS:] if request else []
     first = len(request.rounds) - len(shown) if request else 0
     gamma = state.engine.num_speculative_tokens if state.engine else 0
-    count = num_columns(shown, gamma)
-    width = (TARGET - 10 - DRAFTS - (count - 1) * GAP) / count
+    count = num_columns(shown, gamma, MAX_COLUMNS)
+    more = max(0, (len(request.accepted_by_position()) if request else 0) - count)
+    width = (TARGET - 10 - DRAFTS - (MORE if more else 0) - (count - 1) * GAP) / count
     waiting = "waiting for the first draft" if gamma else "no drafts: every token costs one target forward"
     text = draw_text(request.prompt, request.tokens, MARGIN, TEXT_TOP, RIGHT - MARGIN, MAX_LINES) if request else []
     return card(
@@ -49,9 +52,9 @@ def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> st
         "Token acceptance" + (f", request {owner_letter(request.index)}" if request else ""),
         describe(state, request, max_rounds=MAX_ROUNDS).replace("\n", " "),
         *_header(state, request, first),
-        *(_row(judged, first + i + 1, ROWS_TOP + i * ROW, width) for i, judged in enumerate(shown)),
+        *(_row(judged, first + i + 1, ROWS_TOP + i * ROW, count, width) for i, judged in enumerate(shown)),
         "" if shown else label(DRAFTS, ROWS_TOP + 17, waiting, size=13),
-        *_bars(request, count, width),
+        *_bars(request, count, more, width),
         *_legend(),
         heading(MARGIN, TEXT_TOP - 20, "end of the text so far"),
         *text,
@@ -80,20 +83,22 @@ def _header(state: AcceptanceState, request: RequestAcceptance | None, earlier: 
     return [*parts, *(heading(x, ROWS_TOP - 12, name) for x, name in names)]
 
 
-def _row(judged: Round, number: int, top: float, width: float) -> str:
+def _row(judged: Round, number: int, top: float, count: int, width: float) -> str:
     base = top + 17
     parts = [label(36, base, str(number), size=13, weight=600, fill=INK, anchor="middle")]
-    for i, place in enumerate(judged.candidates_by_position[:MAX_COLUMNS]):
+    for i, place in enumerate(judged.candidates_by_position[:count]):
         parts += draw_place(judged, place, DRAFTS + i * (width + GAP), top, width, BOX)
+    parts.append(draw_more(judged, count, DRAFTS + count * (width + GAP), base))
     if judged.target_token is not None:
         parts.append(draw_token(TARGET, top, TARGET_WIDTH, judged.target_token, judged.added_origin or "sampled", BOX))
     plus = "1" if judged.target_token is not None else "0"
     total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
-    parts.append(spans(RIGHT, base, (f"{judged.num_accepted}+{plus}=", {}), total, anchor="end", size=12))
+    end, size = (RIGHT, 12) if judged.tokens < 10 else (RIGHT + 12, 11)
+    parts.append(spans(end, base, (f"{judged.num_accepted}+{plus}=", {}), total, anchor="end", size=size))
     return element("g", {"data-testid": "round"}, *parts)
 
 
-def _bars(request: RequestAcceptance | None, count: int, width: float) -> list[str]:
+def _bars(request: RequestAcceptance | None, count: int, more: int, width: float) -> list[str]:
     """Below each position, the share of its drafts that were accepted; beside them, the arithmetic of the headline."""
     positions = request.accepted_by_position() if request else []
     parts = [
@@ -105,6 +110,8 @@ def _bars(request: RequestAcceptance | None, count: int, width: float) -> list[s
         parts.append(rectangle(x, BARS_TOP, width, BAR, 3, {"fill": FAINT}))
         if i < len(positions):
             parts += _bar(x, width, i + 1, *positions[i])
+    if more:
+        parts.append(label(DRAFTS + count * (width + GAP), BARS_TOP + BAR + 15, f"+{more}", size=11))
     if request is not None and request.rounds:
         lines = (
             f"{request.num_accepted} accepted + {request.added + request.undrafted_forwards} added",

@@ -11,6 +11,10 @@ from minillm.viz.draw.svg import MONO, Attributes, element, fit_mono, label, mon
 
 MAX_COLUMNS = 20
 BOX, SIBLING_GAP = 32, 3
+FEW = 8
+"""Drafts per round that all have a column, whether a round has as many or not."""
+MORE = 40
+"""Width for the number of drafts that have no column."""
 
 SIGNS = {"accepted": "✓", "rejected": "✗", "discarded": "·", "recovered": "↻", "bonus": "★", "sampled": "●"}
 COLOURS = {
@@ -24,12 +28,21 @@ COLOURS = {
 THROWN_AWAY = ("rejected", "discarded")
 
 
-def num_columns(shown: Sequence[Round], gamma: int) -> int:
-    """The number of draft columns for these rounds. At most `MAX_COLUMNS`. A tree of γ drafts has fewer
-    positions than γ."""
-    if any(judged.parents is not None for judged in shown):
+def num_columns(shown: Sequence[Round], gamma: int, most: int = MAX_COLUMNS) -> int:
+    """The number of draft columns for these rounds; at most `most`. Few drafts (γ) all have one, so that the columns
+    stay where they are from round to round. A tree of γ drafts has fewer positions than γ."""
+    if shown and (gamma > FEW or any(judged.parents is not None for judged in shown)):
         gamma = 0
-    return min(max([gamma, 1, *(judged.num_positions for judged in shown)]), MAX_COLUMNS)
+    return min(max([gamma, 1, *(judged.num_positions for judged in shown)]), most)
+
+
+def draw_more(judged: Round, count: int, x: float, base: float) -> str:
+    """What `count` columns leave out of a round, as `+4`, or `+4 ✗` if the rejected draft is among them."""
+    hidden = [judged.verdicts[node] for place in judged.candidates_by_position[count:] for node in place]
+    sign = f" {SIGNS['rejected']}" if "rejected" in hidden else ""
+    look = {"fill": VERMILLION if sign else INK, "weight": 700, "size": 11.5}
+    more = label(x, base, f"+{len(hidden)}{sign}", **look)
+    return element("g", {"data-testid": "more", "data-count": len(hidden)}, more) if hidden else ""
 
 
 def draw_place(

@@ -5,6 +5,7 @@ A turn is one iteration of the loop over blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from minillm.viz.draw.svg import (
     hatch,
     hatched,
     label,
+    mono_width,
     number,
     rectangle,
 )
@@ -121,7 +123,7 @@ class AttentionTiles(Picture):
             label(MARGIN, 36, "Tiles per program", size=17, weight=650, fill=INK),
             label(224, 36, facts, size=13),
             *self._legend(),
-            *(self._key(j, left, pitch) for j in range(columns)),
+            *(self._key(j, left, pitch) for j in range(0, columns, self._every(pitch, columns))),
             label(left + columns * pitch + 8, 108, "turns", size=11.5),
             *rows,
         )
@@ -154,6 +156,10 @@ class AttentionTiles(Picture):
             x += 54 + 6.4 * len(text)
         return parts
 
+    def _every(self, pitch: float, columns: int) -> int:
+        """Every so many columns there is room for the first key of the column."""
+        return math.ceil((mono_width(str((columns - 1) * self.block_size), 10.5) + 2) / pitch)
+
     def _key(self, j: int, left: float, pitch: float) -> str:
         first = j * self.block_size
         text = f"{first}–{first + self.block_size - 1}" if pitch > 44 else f"{first}"
@@ -163,11 +169,13 @@ class AttentionTiles(Picture):
         name = f"{owner_letter(program.request)} · KV head {program.kv_head}"
         name += f" · part {program.part}" if self.parts > 1 else ""
         tiles = [
-            self._tile(program, j, left + j * pitch, y, pitch - 4) for j in range(self.num_blocks(program.request))
+            self._tile(program, j, left + j * pitch, y, pitch - min(4, pitch / 4))
+            for j in range(self.num_blocks(program.request))
         ]
         turns = label(left + columns * pitch + 8, y + 19, str(len(program.blocks)), size=12.5, fill=INK, weight=600)
+        beside = 30 + 8 * max(0, len(str(self.longest)) - 2)
         bar = rectangle(
-            left + columns * pitch + 30, y + 9, 50 * len(program.blocks) / self.longest, 10, 2, {"fill": INK}
+            left + columns * pitch + beside, y + 9, 50 * len(program.blocks) / self.longest, 10, 2, {"fill": INK}
         )
         look = {"data-testid": "program", "data-turns": str(len(program.blocks))}
         return element(
@@ -194,6 +202,7 @@ class AttentionTiles(Picture):
         turn, block = program.blocks.index(j) + 1, self.block_tables[program.request][j]
         text = f"{block} · t{turn}" if width > 44 else f"{block}"
         plate = 0.62 * 11 * len(text)
+        fits = width > 44 or plate <= width
         centre = x + (width * filled if wide else width) / 2
         paper = rectangle(centre - plate / 2 - 2, y + 6, plate + 4, 16, 3, {"fill": PAPER}) if not wide else ""
         words = label(centre, y + 18, text, size=11, fill=ink, anchor="middle", family=MONO, weight=600)
@@ -202,7 +211,7 @@ class AttentionTiles(Picture):
             "data-turn": str(turn),
             "data-filled": number(filled),
         }
-        return element("g", {**marks, **state}, back, front, paper, words)
+        return element("g", {**marks, **state}, back, front, *((paper, words) if fits else ()))
 
 
 def _turns(count: int) -> str:

@@ -7,10 +7,10 @@ query, a column is a key that it attends to; a causal mask leaves the lower tria
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from minillm.errors import TraceError
-from minillm.trace import Event, Trace
+from minillm.trace import ForwardWork, Trace
+from minillm.trace.forward_events import pairs_of
 from minillm.viz.draw.colours import BLUE, FAINT, HAIRLINE, INK, ORANGE, PAPER
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, heading, label, number, rectangle
 from minillm.viz.draw.view import View
@@ -24,47 +24,6 @@ STATES = {
     "redone": "redone: an earlier forward computed the same",
     "remembered": "remembered: not run again",
 }
-
-
-@dataclass(frozen=True)
-class ForwardWork(Event):
-    """One forward for one text: the last `num_rows` of its `num_tokens` tokens went through the model.
-
-    Raises `TraceError` unless 0 < `num_new` <= `num_rows` <= `num_tokens`.
-    """
-
-    num_tokens: int
-    num_rows: int
-    num_new: int
-    """How many of the rows were not computed by an earlier forward."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.num_new <= self.num_rows <= self.num_tokens:
-            raise TraceError(
-                f"{self.num_new} new of {self.num_rows} rows of {self.num_tokens} tokens: "
-                "give at least one new row, and no more rows than tokens"
-            )
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of a computed query and a key that it attends to, including its own."""
-        return pairs_of(self.num_rows, self.num_tokens)
-
-    @property
-    def new_pairs(self) -> int:
-        """The pairs of the new rows."""
-        return pairs_of(self.num_new, self.num_tokens)
-
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(state, first row, row after the last) from row 0 down, without empty spans."""
-        first_run, first_new = self.num_tokens - self.num_rows, self.num_tokens - self.num_new
-        parts = [("remembered", 0, first_run), ("redone", first_run, first_new), ("new", first_new, self.num_tokens)]
-        return [(state, first, end) for state, first, end in parts if end > first]
-
-
-def pairs_of(num_rows: int, num_tokens: int) -> int:
-    """The keys that the last `num_rows` of `num_tokens` tokens attend to under a causal mask, summed."""
-    return num_rows * (2 * num_tokens - num_rows + 1) // 2
 
 
 class AttentionWorkView(View):

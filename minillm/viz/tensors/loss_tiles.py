@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.colours import GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER, ink_on, tint
+from minillm.viz.draw.colours import GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER
 from minillm.viz.draw.output import Picture
-from minillm.viz.draw.svg import MARGIN, MONO, card, element, label, number, rectangle
+from minillm.viz.draw.svg import MARGIN, MONO, Attributes, card, element, label, number, rectangle
 
 MOST_TILES = 10
 LEFT, TOP, SIDE, GAP = 132, 128, 46, 4
 BAR_GAP, BAR_WIDTH = 44, 250
 TITLE = "A contrastive loss, one tile at a time"
+LOOKS: dict[str, Attributes] = {
+    "now": {"fill": ORANGE, "stroke": INK, "stroke-width": 2.5},
+    "merged": {"fill": GREEN, "stroke": GREEN},
+    "later": {"fill": PAPER, "stroke": MUTED, "stroke-dasharray": "3 2"},
+}
+"""By state of a tile; a merged one is the stronger, the larger its share."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +100,13 @@ class LossTiles(Picture):
 
     def _tile(self, i: int, j: int, x: float, y: float) -> str:
         state, share = self.state(i, j), self.mass[i][j]
-        fill = {"now": ORANGE, "merged": tint(GREEN, 0.15 + 0.6 * min(share, 1.0)), "later": PAPER}[state]
-        edge = {"now": INK, "merged": GREEN, "later": MUTED}[state]
-        look = {"fill": fill, "stroke": edge, "stroke-width": 2.5 if state == "now" else 1}
-        look["stroke-dasharray"] = "3 2" if state == "later" else None
+        look = dict(LOOKS[state])
+        if state == "merged":
+            look["fill-opacity"] = f"{0.15 + 0.6 * min(share, 1.0):.2f}"
         text = f"{share:.0%}" if state != "later" else ""
         drawn = [
             rectangle(x, y, SIDE, SIDE, 3, look),
-            label(x + SIDE / 2, y + SIDE / 2 + 4, text, size=12, family=MONO, anchor="middle", fill=ink_on(fill)),
+            label(x + SIDE / 2, y + SIDE / 2 + 4, text, size=12, family=MONO, anchor="middle", fill=INK),
         ]
         if i == j:  # here are the pairs that belong together
             way = f"M{number(x + 3)} {number(y + 3)}l10 10M{number(x + SIDE - 13)} {number(y + SIDE - 13)}l10 10"
@@ -109,10 +114,10 @@ class LossTiles(Picture):
         return element("g", {"data-testid": "tile", "data-state": state}, *drawn)
 
     def _legend(self, y: float) -> list[str]:
-        shown: list[tuple[dict[str, object], str]] = [
-            ({"fill": ORANGE, "stroke": INK, "stroke-width": 2.5}, "exists now"),
-            ({"fill": tint(GREEN, 0.3), "stroke": GREEN}, "merged and gone; its share of the row"),
-            ({"fill": PAPER, "stroke": MUTED, "stroke-dasharray": "3 2"}, "later"),
+        shown: list[tuple[Attributes, str]] = [
+            (LOOKS["now"], "exists now"),
+            ({**LOOKS["merged"], "fill-opacity": "0.3"}, "merged and gone; its share of the row"),
+            (LOOKS["later"], "later"),
         ]
         parts, x = [], float(MARGIN)
         for look, text in shown:

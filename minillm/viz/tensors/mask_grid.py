@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from minillm.viz.draw.colours import BLUE, FAINT, HAIRLINE, INK, MUTED, PAPER
 from minillm.viz.draw.glyphs import visible
 from minillm.viz.draw.output import Picture
-from minillm.viz.draw.svg import MARGIN, MONO, RIGHT, card, element, fit_mono, label, number, rectangle
+from minillm.viz.draw.svg import MARGIN, MONO, RIGHT, card, element, fit_mono, label, mono_width, number, rectangle
 
 NAMES_WIDTH = 190
 GRID_TOP = 112
@@ -31,6 +31,9 @@ class MaskGrid(Picture):
         rows = [self._row(i, left, pitch) for i in range(len(self.mask))]
         bottom = GRID_TOP + ROW * len(self.mask)
         edge = left + self.past * pitch - 1.5
+        new, anchor = left + self.past * pitch + 6, None
+        if new > RIGHT - 50:
+            new, anchor = new - 12, "end"
         line = element("path", {"d": f"M{number(edge)} 60V{bottom + 4}", "stroke": INK, "stroke-dasharray": "4 3"})
         return card(
             "mask",
@@ -40,7 +43,7 @@ class MaskGrid(Picture):
             label(MARGIN, 36, "Attention mask", size=17, weight=650, fill=INK),
             label(206, 36, "a filled cell: the new token on the left attends to this key", size=13),
             label(left, 72, f"{self.past} keys from the cache", size=12) if self.past else "",
-            label(left + self.past * pitch + 6, 72, f"{len(self.mask)} new", size=12, fill=INK, weight=600),
+            label(new, 72, f"{len(self.mask)} new", size=12, fill=INK, weight=600, anchor=anchor),
             *(self._key(j, left, pitch) for j in range(len(self.keys))),
             *rows,
             line if self.past else "",
@@ -55,6 +58,8 @@ class MaskGrid(Picture):
         return "<MaskGrid>"
 
     def _key(self, j: int, left: float, pitch: float) -> str:
+        if pitch - 3 < mono_width("x", 11):
+            return ""
         name = fit_mono(visible(self.keys[j]), pitch - 3, 11)
         return label(left + (j + 0.5) * pitch, 100, name, size=11, anchor="middle", family=MONO)
 
@@ -62,12 +67,13 @@ class MaskGrid(Picture):
         y = GRID_TOP + i * ROW
         name = fit_mono(visible(self.keys[len(self.keys) - len(self.mask) + i]), NAMES_WIDTH - 70, 12)
         parts = [label(left - 10, y + 16, f"new {i}  {name}", size=12, fill=INK, anchor="end", family=MONO)]
+        width = pitch - min(3, pitch / 4)
         for j, seen in enumerate(self.mask[i]):
             x = left + j * pitch
             fill, edge, state = (BLUE, BLUE, "seen") if seen else (FAINT, HAIRLINE, "hidden")
             look = {"fill": fill, "stroke": edge, "data-state": state}
-            parts.append(rectangle(x, y, pitch - 3, ROW - 4, 4, look))
+            parts.append(rectangle(x, y, width, ROW - 4, min(4, width / 3), look))
             if seen:
-                dot = {"cx": x + (pitch - 3) / 2, "cy": y + ROW / 2 - 2, "r": 2.5, "fill": PAPER}
+                dot = {"cx": x + width / 2, "cy": y + ROW / 2 - 2, "r": min(2.5, width / 3), "fill": PAPER}
                 parts.append(element("circle", dot))
         return element("g", {"data-testid": "query", "fill": MUTED}, *parts)

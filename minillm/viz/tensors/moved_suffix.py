@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.colours import BLUE, CACHED, GREEN, HAIRLINE, INK, MUTED, VERMILLION, tint
+from minillm.viz.draw.colours import BLUE, CACHED, GREEN, HAIRLINE, INK, MUTED, VERMILLION
 from minillm.viz.draw.glyphs import visible
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import (
     MARGIN,
     MONO,
     RIGHT,
+    Attributes,
     card,
     element,
     fit_mono,
@@ -28,13 +29,15 @@ LEFT = 104
 BEFORE, AFTER, CELL = 90, 194, 34
 DIALS, RADIUS = 300, 46
 MAX_TOKENS, MAX_PAIRS = 24, 6
-KINDS = {
-    "prefix": ("prefix: kept as it is", tint(CACHED, 0.6), HAIRLINE),
-    "removed": ("removed", "", VERMILLION),
-    "new": ("new: computed", tint(GREEN, 0.35), GREEN),
-    "suffix": ("suffix: keys rotated, values kept", tint(BLUE, 0.3), BLUE),
+KINDS: dict[str, tuple[str, Attributes]] = {
+    "prefix": ("prefix: kept as it is", {"fill": CACHED, "fill-opacity": "0.6", "stroke": HAIRLINE}),
+    "removed": ("removed", {"fill": hatched("removed"), "stroke": VERMILLION}),
+    "new": ("new: computed", {"fill": GREEN, "fill-opacity": "0.35", "stroke": GREEN}),
+    "suffix": ("suffix: keys rotated, values kept", {"fill": BLUE, "fill-opacity": "0.3", "stroke": BLUE}),
 }
-"""Name, fill (hatched if "") and border of each kind of token."""
+"""Name and look of each kind of token."""
+TURNED = {"fill": BLUE, "fill-opacity": "0.2"}
+"""The part of the circle by which a key turns."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +119,12 @@ class MovedSuffix(Picture):
         ]
         for position, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
             x = LEFT + position * self._pitch
-            _, fill, border = KINDS[kind]
-            look = {"fill": fill or hatched("removed"), "stroke": border, "data-testid": "token", "data-state": kind}
+            look = {**KINDS[kind][1], "data-testid": "token", "data-state": kind}
             parts.append(rectangle(x + 1, y, self._pitch - 2, CELL, 3, look))
             text = fit_mono(visible(token), self._pitch - 6, 11)
             width = 7 * len(text) + 2
             middle = x + self._pitch / 2
-            if not fill:
+            if kind == "removed":
                 parts.append(rectangle(middle - width / 2, y + 9, width, 16, 2, {"fill": "#ffffff"}))
             parts.append(label(middle, y + 21, text, size=11, family=MONO, anchor="middle", fill=INK))
             parts.append(label(middle, y + CELL + 15, str(position), size=11, anchor="middle"))
@@ -135,7 +137,7 @@ class MovedSuffix(Picture):
         width = (len(self.before) - self.stop) * self._pitch
         corners = ((old, top), (old + width, top), (new + width, bottom), (new, bottom))
         way = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in corners) + "Z"
-        look = {"fill": tint(BLUE, 0.1), "stroke": BLUE, "stroke-dasharray": "4 4", "data-testid": "moved"}
+        look = {"fill": BLUE, "fill-opacity": "0.1", "stroke": BLUE, "stroke-dasharray": "4 4", "data-testid": "moved"}
         text = f"δ = {self.shift:+d}" if self.shift else "δ = 0: nothing turns"
         middle = (old + new + width) / 2
         return [
@@ -180,8 +182,8 @@ class MovedSuffix(Picture):
 
     def _legend(self) -> list[str]:
         parts, x = [], float(LEFT)
-        for name, fill, border in KINDS.values():
-            parts.append(rectangle(x, 54, 18, 14, 2, {"fill": fill or hatched("removed"), "stroke": border}))
+        for name, look in KINDS.values():
+            parts.append(rectangle(x, 54, 18, 14, 2, look))
             parts.append(label(x + 26, 66, name, size=12, fill=INK))
             x += 26 + 6.8 * len(name) + 22
         return parts
@@ -202,14 +204,14 @@ def _sector(x: float, y: float, old: float, new: float) -> str:
     """The part of the circle between both angles; a whole circle where it is a turn or more."""
     turned = new - old
     if abs(turned) >= 2 * math.pi:
-        return element("circle", {"cx": x, "cy": y, "r": RADIUS - 14, "fill": tint(BLUE, 0.2)})
+        return element("circle", {"cx": x, "cy": y, "r": RADIUS - 14, **TURNED})
     large, sweep = int(abs(turned) > math.pi), int(turned < 0)
     radius = RADIUS - 14
     way = (
         f"M{number(x)} {number(y)}L{_point(x, y, old, radius)}A{radius} {radius} 0 {large} {sweep} "
         f"{_point(x, y, new, radius)}Z"
     )
-    return element("path", {"d": way, "fill": tint(BLUE, 0.2)})
+    return element("path", {"d": way, **TURNED})
 
 
 def _degrees(angle: float, signed: bool = True) -> str:

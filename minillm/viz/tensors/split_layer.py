@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.colours import HAIRLINE, INK, MUTED, PAPER, VERMILLION, owner_colour, owner_letter, tint
+from minillm.viz.draw.colours import HAIRLINE, INK, MUTED, PAPER, VERMILLION, owner_colour, owner_letter
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import MARGIN, MONO, card, element, label, number, rectangle
 
@@ -134,7 +134,13 @@ class SplitLayer(Picture):
         size = max((last - first) * SIDE, 3.0)
         at = first * SIDE
         box = (x + at, y, size, SIDE) if by_columns else (x, y + at, SIDE, size)
-        about = {"fill": tint(colour, 0.55), "stroke": colour, "data-testid": "slice", "data-rank": str(rank)}
+        about = {
+            "fill": colour,
+            "fill-opacity": "0.55",
+            "stroke": colour,
+            "data-testid": "slice",
+            "data-rank": str(rank),
+        }
         about["data-split"] = "columns" if by_columns else "rows"
         drawn = [
             rectangle(x, y, SIDE, SIDE, 1, {"fill": PAPER, "stroke": HAIRLINE}),
@@ -146,7 +152,8 @@ class SplitLayer(Picture):
         return drawn
 
     def _heads(self, x: float, y: float, rank: int, heads: range, kv_heads: range) -> list[str]:
-        look = {"fill": tint(owner_colour(rank), 0.2), "stroke": owner_colour(rank), "data-testid": "heads"}
+        colour = owner_colour(rank)
+        look = {"fill": colour, "fill-opacity": "0.2", "stroke": colour, "data-testid": "heads"}
         return [
             rectangle(x, y + 6, 120, SIDE - 12, 3, look),
             label(x + 60, y + 26, f"query {_span(heads)}", size=12, family=MONO, fill=INK, anchor="middle"),
@@ -156,7 +163,7 @@ class SplitLayer(Picture):
     def _sum(self, x: float, bottom: float) -> list[str]:
         """The bar through all lanes at which ranks wait for each other."""
         height = bottom - TOP - (LANE - SIDE) + 12
-        look = {"fill": tint(VERMILLION, 0.15), "stroke": VERMILLION, "data-testid": "all-reduce"}
+        look = {"fill": VERMILLION, "fill-opacity": "0.15", "stroke": VERMILLION, "data-testid": "all-reduce"}
         middle = (x + BAR / 2, TOP - 6 + height / 2)
         turned = {"transform": f"rotate(-90 {number(middle[0])} {number(middle[1])})"}
         text = "all-reduce" if height >= 90 else "Σ"

@@ -17,7 +17,6 @@ class Glyphs:
     """By verdict or origin of a token."""
     bar: str
     dot: str
-    ellipsis: str
 
 
 UNICODE = Glyphs(
@@ -25,14 +24,12 @@ UNICODE = Glyphs(
     signs={"accepted": "✓", "rejected": "✗", "discarded": "·", "recovered": "↻", "bonus": "★", "sampled": "●"},
     bar="│",
     dot=" · ",
-    ellipsis="…",
 )
 ASCII = Glyphs(
     slots={"written": "#", "fresh": "+", "rolled_back": "x", "empty": ".", "cached": "%", "free": "-"},
     signs={"accepted": "=", "rejected": "x", "discarded": ".", "recovered": ">", "bonus": "*", "sampled": "o"},
     bar="|",
     dot=", ",
-    ellipsis="~",
 )
 
 

@@ -255,8 +255,9 @@ class LatencyWaterfall(Chart):
         before = self._before(row)
         if before is not None:
             parts.append(_difference(x, LEFT + before.total * scale, top))
-            ratio = before.total / row.total if row.total else 0.0
-            parts.append(label(RIGHT, top + 32, f"{ratio:.2f}× as fast", size=11.5, anchor="end"))
+        if before is not None and self._change(row):
+            ratio = f"{before.total / row.total:.2f}× as fast"
+            parts.append(label(RIGHT, top + 32, ratio, size=11.5, anchor="end"))
             parts.append(label(RIGHT, top + 46, fit_words(f"as {before.name}", NOTE, 11.5), size=11.5, anchor="end"))
         parts_text = fit_clauses(_clauses(row), RIGHT - NOTE - 8 - LEFT, 11.5)
         return element(

@@ -24,7 +24,6 @@ from minillm.viz.draw.colours import (
     owner_colour,
     owner_letter,
 )
-from minillm.viz.draw.glyphs import one_line
 from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import MARGIN, MONO, RIGHT, Attributes, element, fit_mono, hatched, label, number, rectangle
 from minillm.viz.pages.cache_changes import plural
@@ -114,7 +113,7 @@ class Lanes:
     @cached_property
     def drawing(self) -> str:
         """Rows, axis, strips."""
-        names = distinct_names([one_line(row.prompt) for row in self.shown])
+        names = distinct_names([row.prompt for row in self.shown])
         tops = [self.top + i * self.row_height for i in range(len(self.shown))]
         rows = "".join(self._row(*parts) for parts in zip(self.shown, names, tops, strict=True))
         bottom = self.top + max(len(self.shown), 1) * self.row_height
@@ -140,6 +139,10 @@ class Lanes:
         ended = {row.reason for row in self.shown} - {None}
         present |= {"aborted" if reason == "abort" else "finished" for reason in ended}
         return {kind for kind in present if kind}
+
+    def numbered(self) -> set[str]:
+        """The kinds of cells that have a number or a sign in them."""
+        return {cell.kind for row in self.shown for cell in row.cells.values() if self._text_in(cell)}
 
     def _row(self, row: Row, name: str, top: float) -> str:
         colour, height = owner_colour(row.index), self.row_height - 4
@@ -186,20 +189,21 @@ class Lanes:
         return runs
 
     def _numbers(self, row: Row, top: float, height: float, colour: str) -> str:
-        """Where there is room: tokens of a prefill, accepted/drafted of a verification, a cross for a preemption."""
-        if self.columns.bucket > 1:
-            return ""
-        texts, room = [], self.columns.pitch - 2
-        for column in self.columns:
-            cell = row.cells.get(self.columns.first + column)
-            text = _cell_text(cell) if cell else ""
-            if cell and text and len(text) * 5.3 <= room:
+        texts, columns = [], self.columns
+        for column in columns if columns.bucket == 1 else ():
+            cell = row.cells.get(columns.first + column)
+            if cell and (text := self._text_in(cell)):
                 fill = {"prefill": ink_on(colour), "preempted": VERMILLION}.get(cell.kind, INK)
                 halo = {"stroke": PAPER, "stroke-width": 3, "paint-order": "stroke"} if cell.kind == "recompute" else {}
-                about = {"x": self.columns.x(column) + (room + 0.5) / 2, "fill": fill, **halo}
+                about = {"x": columns.x(column) + (columns.pitch - 1.5) / 2, "fill": fill, **halo}
                 texts.append(element("tspan", about, text))
         about = {"y": top + height / 2 + 3.5, "font-size": 9.5, "text-anchor": "middle"}
         return element("text", about, *texts) if texts else ""
+
+    def _text_in(self, cell: Cell) -> str:
+        """The number or sign of a cell; empty if it has none, or no room."""
+        text = _cell_text(cell)
+        return text if self.columns.bucket == 1 and len(text) * 5.3 <= self.columns.pitch - 2 else ""
 
     def _cached(self, row: Row, top: float, height: float) -> str:
         """A hatched band at the bottom of steps in which tokens were reused from the cache, not computed."""

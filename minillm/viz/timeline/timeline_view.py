@@ -9,8 +9,8 @@ from minillm.trace.replay import Replay
 from minillm.trace.static_batching import jobs_of, static_schedule
 from minillm.trace.timeline_state import Row, Timeline, TimelineState
 from minillm.viz.draw.colours import BLUE, CACHED, INK, VERMILLION, owner_letter
-from minillm.viz.draw.glyphs import shorten, visible
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, rectangle, spans
+from minillm.viz.draw.glyphs import beginning
+from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, paragraph, rectangle, spans
 from minillm.viz.draw.view import View
 from minillm.viz.pages.cache_changes import plural
 from minillm.viz.pages.cache_words import PROMPT
@@ -20,16 +20,18 @@ MAX_COMPARED = 12
 """Rows of each of two compared timelines, so that both fit on one screen."""
 NAMES = {
     "waiting": "waiting",
-    "prefill": "prefill, n tokens",
+    "prefill": "prefill",
     "cached": "tokens reused, not computed",
     "decode": "decode",
-    "verify": "verify, accepted/drafted",
+    "verify": "verify",
     "preempted": "preempted",
     "recompute": "recomputed after preemption",
     "idle": "holds its slot, idle",
     "finished": "finished",
     "aborted": "aborted",
 }
+NUMBERS = {"prefill": ", n tokens", "verify": ", accepted/drafted"}
+"""What the numbers in cells are."""
 
 
 class TimelineView(View):
@@ -45,9 +47,10 @@ class TimelineView(View):
         """The picture after `step`, by default after the last event. Raises `TraceError` for an unknown step."""
         timeline = self._replay.at(step).timeline
         [lanes] = fitted([timeline], max(timeline.num_steps, self.num_steps), 84)
-        legend, height = _legend(lanes.kinds(), 84 + lanes.height + 10)
+        legend, height = _legend(lanes.kinds(), lanes.numbered(), 84 + lanes.height + 10)
         body = [_title("Requests × steps", lanes.columns), _facts(timeline, 62), lanes.drawing, legend]
-        return _card("timeline", "Timeline", 84 + lanes.height + height + 16, describe(timeline), body)
+        words = describe(timeline, lanes.shown)
+        return _card("timeline", "Timeline", 84 + lanes.height + height + 16, words, body)
 
     def describe(self, step: int | None = None) -> str:
         """The picture in words, a line per request."""
@@ -79,7 +82,8 @@ class TimelineComparison(View):
         num_steps = max(timeline.num_steps for timeline in whole)
         above, below = fitted([recorded, modelled], num_steps, 112, gap=62, most_rows=MAX_COMPARED)
         low = below.top
-        legend, height = _legend(above.kinds() | below.kinds(), low + below.height + 10)
+        kinds, numbered = above.kinds() | below.kinds(), above.numbered() | below.numbered()
+        legend, height = _legend(kinds, numbered, low + below.height + 10)
         body = [
             _title("Continuous and static batching", above.columns),
             spans(MARGIN, 62, (_verdict(*whole), {"fill": INK})),
@@ -92,7 +96,8 @@ class TimelineComparison(View):
             legend,
         ]
         size = low + below.height + height + 16
-        return _card("timeline-comparison", "Continuous and static batching", size, _describe_both(whole, shown), body)
+        words = _describe_both(whole, shown, (above.shown, below.shown))
+        return _card("timeline-comparison", "Continuous and static batching", size, words, body)
 
     def describe(self, step: int | None = None) -> str:
         """Both timelines in words."""
@@ -107,9 +112,13 @@ class TimelineComparison(View):
         return self._replay.at(step).timeline, _until(modelled, done)
 
 
-def _describe_both(whole: tuple[Timeline, Timeline], shown: tuple[Timeline, Timeline]) -> str:
-    recorded, modelled = shown
-    return f"{_verdict(*whole)}\nContinuous, recorded. {describe(recorded)}\nStatic, modelled. {describe(modelled)}"
+def _describe_both(
+    whole: tuple[Timeline, Timeline],
+    shown: tuple[Timeline, Timeline],
+    drawn: tuple[Sequence[Row] | None, Sequence[Row] | None] = (None, None),
+) -> str:
+    recorded, modelled = map(describe, shown, drawn)
+    return f"{_verdict(*whole)}\nContinuous, recorded. {recorded}\nStatic, modelled. {modelled}"
 
 
 def _verdict(recorded: Timeline, modelled: Timeline) -> str:
@@ -117,10 +126,12 @@ def _verdict(recorded: Timeline, modelled: Timeline) -> str:
     return f"{same}: {recorded.num_steps} steps continuous, {modelled.num_steps} steps static."
 
 
-def describe(timeline: Timeline) -> str:
-    """A timeline in words."""
-    lines = [f"{plural(timeline.num_steps, 'step')}, {headline(timeline)}."]
-    return "\n".join([*lines, *map(_row_words, timeline.rows)])
+def describe(timeline: Timeline, drawn: Sequence[Row] | None = None) -> str:
+    """A timeline in words, a line per request. With `drawn` only those rows, and the number of the others."""
+    rows = timeline.rows if drawn is None else drawn
+    lines = [f"{plural(timeline.num_steps, 'step')}, {headline(timeline)}.", *map(_row_words, rows)]
+    hidden = len(timeline.rows) - len(rows)
+    return "\n".join([*lines, f"And {plural(hidden, 'more request')}"] if hidden else lines)
 
 
 def headline(timeline: Timeline) -> str:
@@ -136,7 +147,7 @@ def _row_words(row: Row) -> str:
     facts += [f"{plural(cached, 'token')} reused, not computed"] if cached else []
     facts += [f"preempted {preempted}×"] if (preempted := row.num_steps("preempted")) else []
     end = f"; ended in step {row.end} ({row.reason})" if row.end is not None else ""
-    who = f"{owner_letter(row.index)} {shorten(visible(row.prompt), PROMPT)!r} from step {row.arrival}"
+    who = f"{owner_letter(row.index)} {beginning(row.prompt, PROMPT)!r} from step {row.arrival}"
     return f"{who}: steps {', '.join(facts)}{end}"
 
 
@@ -163,7 +174,7 @@ def _until(timeline: Timeline, num_steps: int) -> Timeline:
 
 def _card(name: str, title: str, height: float, description: str, body: Sequence[str]) -> str:
     defs = element("defs", {}, hatch("void", VERMILLION), hatch("cached", CACHED, 4, 1.5))
-    return card(name, height, title, " ".join(description.replace("\n", ". ").replace("..", ".").split()), defs, *body)
+    return card(name, height, title, paragraph(description), defs, *body)
 
 
 def _title(text: str, columns: Columns) -> str:
@@ -198,13 +209,15 @@ def _facts(timeline: Timeline, y: float, x: float = MARGIN) -> str:
     )
 
 
-def _legend(present: set[str], top: float) -> tuple[str, float]:
+def _legend(present: set[str], numbered: set[str], top: float) -> tuple[str, float]:
+    """The legend and its height. `present`: keys of `NAMES`; `numbered`: those whose cells have a number or a sign."""
     parts, x, y = [], float(MARGIN), top
     for kind in (kind for kind in NAMES if kind in present):
-        width = 26 + len(NAMES[kind]) * 6.3
+        name = NAMES[kind] + (NUMBERS.get(kind, "") if kind in numbered else "")
+        width = 26 + len(name) * 6.3
         if x + width > RIGHT:
             x, y = float(MARGIN), y + 22
-        parts.append(_swatch(kind, x, y) + label(x + 26, y + 11.5, NAMES[kind], size=11.5, fill=INK))
+        parts.append(_swatch(kind, x, y, kind in numbered) + label(x + 26, y + 11.5, name, size=11.5, fill=INK))
         x += width + 18
     bars = "in the bars: dark prefill, light the rest"
     if x + 26 + len(bars) * 6.3 > RIGHT:
@@ -214,7 +227,7 @@ def _legend(present: set[str], top: float) -> tuple[str, float]:
     return element("g", {"data-testid": "legend"}, *parts), y - top + 14
 
 
-def _swatch(kind: str, x: float, y: float) -> str:
+def _swatch(kind: str, x: float, y: float, numbered: bool) -> str:
     if kind == "waiting":
         return element("path", {"d": f"M{x} {y + 7}h20", "stroke": "#9aa1ac", "stroke-dasharray": "2 2"})
     if kind == "cached":
@@ -226,4 +239,6 @@ def _swatch(kind: str, x: float, y: float) -> str:
     inset = 3.5 if kind in ("decode", "idle") else 0
     box = rectangle(x, y + inset, 20, 14 - 2 * inset, 0, cell_look(kind, BLUE))
     inside = {"prefill": ("n", "#ffffff"), "verify": ("3/4", INK), "preempted": ("✗", VERMILLION)}.get(kind)
-    return box + (label(x + 10, y + 10.5, inside[0], size=9.5, fill=inside[1], anchor="middle") if inside else "")
+    if not inside or not numbered:
+        return box
+    return box + label(x + 10, y + 10.5, inside[0], size=9.5, fill=inside[1], anchor="middle")

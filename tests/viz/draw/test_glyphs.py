@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.viz.draw.colours import ink_on, owner_letter
-from minillm.viz.draw.glyphs import cells, shorten, visible
+from minillm.viz.draw.glyphs import beginning, cells, shorten, visible
+from minillm.viz.draw.svg import paragraph
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,13 @@ def test_letters_go_on_after_z():
 def test_letters_are_readable_on_every_owner_colour():
     assert ink_on("#0072B2") == ink_on("#009E73") == "#ffffff"
     assert ink_on("#F0E442") == ink_on("#56B4E9") == ink_on("#E69F00") == "#1f2430"
+
+
+def test_the_beginning_of_a_text_says_that_there_is_more():
+    assert (beginning("for line", 20), beginning("for line", 6)) == ("for·line", "for·l…")
+    assert beginning(" " * 1000 + "x", 20) == "·×400…"
+    assert beginning("x" * 1000, 20) == "x" * 19 + "…"
+
+
+def test_lines_become_sentences_and_dots_in_them_stay():
+    assert paragraph("One: range(..)\nTwo...\nThree.\nFour") == "One: range(..). Two... Three. Four"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -258,3 +259,24 @@ def test_pictures_need_no_heavy_import():
     code = "import sys, minillm.viz; print([m for m in ('torch', 'IPython', 'plotly', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"\[('torch')?\]", done.stdout.strip())
+
+
+def test_a_frame_of_another_thread_is_not_shown_after_the_last_one():
+    trace, display, drawing, may_go_on = Trace(), FakeDisplay(), threading.Event(), threading.Event()
+
+    class Slow(CachePagesView):
+        def to_svg(self, step=None):
+            if threading.current_thread() is engine:
+                drawing.set()
+                may_go_on.wait(10)
+            return super().to_svg(step)
+
+    clock = FakeClock()
+    engine = threading.Thread(target=play, args=(trace, story().events[:20], clock, 1.0))
+    with LiveView(Slow(trace), show=display, clock=clock, sleep=clock.sleep):
+        clock.now += 1
+        engine.start()
+        assert drawing.wait(10)
+        threading.Timer(0.3, may_go_on.set).start()
+    engine.join(10)
+    assert "<script>" in display.frames[-1]["text/html"]

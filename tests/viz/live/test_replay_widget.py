@@ -13,6 +13,7 @@ from minillm.trace import Trace
 from minillm.viz import AcceptanceStrip, CachePagesView, TimelineView
 from minillm.viz.live import replay_widget
 from minillm.viz.live.replay_frames import MAX_BYTES, MAX_TEXT, pack
+from minillm.viz.live.replay_script import SCRIPT
 from minillm.viz.live.replay_widget import ReplayWidget
 from minillm.viz.pages.cache_rows import CacheRowsView, RowsWritten
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story
@@ -20,7 +21,7 @@ from tests.trace.traces import Script, busy, decode, prefill, sharing, story
 
 def without_ids(html):
     """Ids and references differ from placement to placement, and nothing else does."""
-    return re.sub(r"-(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|placement)-\d|-[0-9a-f]{8}(?=[ \")])", "-ID", html)
+    return re.sub(r"-(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d|-\ue000\d|-[0-9a-f]{8}(?=[ \")])", "-ID", html)
 
 
 def test_frames_are_the_pictures_of_all_steps():
@@ -145,3 +146,14 @@ def test_nothing_to_replay_is_refused():
 def test_pictures_do_not_import_widgets():
     code = "import sys, minillm.viz; sys.exit('anywidget' in sys.modules or 'ipywidgets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ids_of_frames_hold_what_no_text_can_hold():
+    """The script replaces it, and must not change a prompt."""
+    s = Script()
+    s.add("a", "-placement- \ue000", 4)
+    s.step(prefill("a", 4))
+    widget = ReplayWidget(CachePagesView(s.trace))
+    [frame] = widget.frames
+    assert frame.count("\ue000") == len(re.findall(r'(?:id="|url\(#|aria-labelledby="| d-)[a-z-]*\ue0000', frame)) > 4
+    assert "-placement-" in frame and "-placement-" not in SCRIPT

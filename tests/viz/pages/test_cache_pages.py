@@ -16,7 +16,9 @@ from minillm.trace.page import Page
 from minillm.trace.replay import Replay
 from minillm.trace.run_metrics import RunMetrics
 from minillm.trace.step_metrics import step_metrics, summarise
-from minillm.viz import CachePagesView, CacheState
+from minillm.viz import CachePagesView, CacheState, TimelineView
+from minillm.viz.draw import glyphs
+from minillm.viz.draw.colours import owner_letter
 from minillm.viz.pages.cache_words import describe
 from minillm.viz.pages.page_geometry import geometry
 from minillm.viz.pages.page_legend import SWATCHES
@@ -319,8 +321,10 @@ def test_outline_of_a_shared_page_has_a_stripe_per_owner():
     assert svg.count("A–D ×4") == 3
 
 
-def test_names_on_pages_do_not_run_into_each_other():
-    """Requests after Z have names of two letters, and a shared page also has its number of owners."""
+@pytest.mark.parametrize("narrow", [False, True])
+def test_names_on_pages_do_not_run_into_each_other(narrow):
+    """Requests after Z have names of two letters, and a shared page also has its number of owners. On a narrow page
+    there is room for one letter."""
     s = Script(num_blocks=64)
     for i in range(30):
         s.add(str(i), "prompt", 20)
@@ -328,15 +332,16 @@ def test_names_on_pages_do_not_run_into_each_other():
     for i in range(1, 30):
         s.share(str(i), "0")
     s.step(*(prefill(str(i), 4) for i in range(1, 30)))
-    svg = CachePagesView(s.trace).to_svg()
+    svg = CachePagesView(s.trace, narrow=narrow).to_svg()
     [letters] = [e for e in parse(svg).iter() if e.get("font-size") == "9" and e.get("font-weight") == "700"]
-    pages, names = geometry(64, 16), defaultdict(str)
+    pages, names = geometry(64, 16, narrow=narrow), defaultdict(str)
     for text in letters:
         for x, sign in zip(map(float, text.get("x").split()), text.text, strict=True):
             place, start = divmod(x - pages.left, pages.pitch)
             names[place] += sign
             assert start + 0.6 * float(text.get("font-size", 9)) <= pages.page_width
-    assert [names[place] for place in sorted(names)] == ["A×30", "A", *ascii_uppercase[1:], "AA", "AB", "AC", "AD"]
+    shown, beyond_z = [names[place] for place in sorted(names)], ["AA", "AB", "AC", "AD"]
+    assert shown == (["A", "A", *ascii_uppercase[1:]] if narrow else ["A×30", "A", *ascii_uppercase[1:], *beyond_z])
 
 
 def test_whole_places_are_bars_with_the_same_counts():
@@ -425,3 +430,27 @@ def test_a_prompt_that_is_computed_again_after_a_preemption_is_a_recomputation(t
     prompt = request.num_prompt_tokens
     assert f"(prefill {prompt} of {prompt})" in first
     assert f"(recompute {prompt + 20} of {prompt + 21})" in again
+
+
+@pytest.mark.parametrize(("narrow", "rows"), [(False, 12), (True, 6)])
+def test_of_many_requests_the_description_of_the_picture_names_those_that_are_drawn(narrow, rows):
+    s = Script(num_blocks=120)
+    for i in range(100):
+        s.add(f"req-{i}", "for i in range(...):", 10)
+    s.step(*(prefill(f"req-{i}", 10) for i in range(100)))
+    view = CachePagesView(s.trace, narrow=narrow)
+    words = description(view.to_svg())
+    assert words.count("Request ") == rows and f". And {100 - rows} more requests. This step: " in words
+    assert all(owner_letter(i) + " 'for·i·in·range(...):'" in view.describe() for i in range(100))
+
+
+def test_long_prompts_are_not_read_to_their_end_in_every_frame(monkeypatch):
+    s, read, real = Script(num_blocks=64, budget=1024), [], glyphs.printable
+    for name in ("a", "b"):
+        s.add(name, "def f(x):\n" * 20_000 + name, 200)
+    s.step(prefill("a", 200), prefill("b", 200))
+    monkeypatch.setattr(glyphs, "printable", lambda char: read.append(char) or real(char))
+    for view in (CachePagesView(s.trace), CachePagesView(s.trace, narrow=True), TimelineView(s.trace)):
+        assert "…a" in view.to_svg() and "…b" in view.to_svg()
+        assert "def·f(x):⏎def" in view.describe()
+    assert len(read) < 20_000

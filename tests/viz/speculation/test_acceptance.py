@@ -54,7 +54,8 @@ def test_accepted_drafts_after_the_end_of_the_text_are_not_said_to_have_no_verdi
     drafts = DraftProposed("a", [1, 2, 3, 4], list("wxyz"))
     svg = AcceptanceStrip(Trace([*s.trace, StepStarted(2, 1, 0), drafts, committed]), narrow=narrow).to_svg()
     assert states(svg, "token") == ["accepted", "accepted", "discarded", "discarded"]
-    assert "not judged" not in text_of(parse(svg)) and "not used" in text_of(parse(svg))
+    assert "not judged" not in text_of(parse(svg))
+    assert "discarded" in text_of(parse(svg))
 
 
 def test_bars_are_the_counts_by_position():
@@ -178,3 +179,26 @@ def test_same_trace_gives_the_same_bytes():
 def test_every_moment_of_a_trace_can_be_drawn():
     for end in range(len(story()) + 1):
         parse(AcceptanceStrip(Trace(story().events[:end])).to_svg())
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_columns_are_as_many_as_the_rounds_need_and_what_is_left_out_is_counted(narrow):
+    def strip(*rounds):
+        s = Script(num_blocks=99, gamma=24)
+        s.add("a", "p", 4)
+        s.step(prefill("a", 4))
+        for drafts, accepted in rounds:
+            s.step(verify("a", [f" t{i}" for i in range(drafts)], accepted))
+        return AcceptanceStrip(s.trace, narrow=narrow).to_svg()
+
+    most = 12 if narrow else 20
+    few = strip((3, 1), (4, 4))
+    widths = [float(token.find(f"{SVG}rect").get("width")) for token in found(few, "token")]
+    assert min(widths) > (50 if narrow else 100) and not found(few, "more")
+    many = strip((24, 22), (3, 0))
+    assert len(found(many, "token")) == most + 1 + 3 + 1
+    assert [text_of(more) for more in found(many, "more")] == [f"+{24 - most} ✗"]
+    assert [text_of(more) for more in found(strip((24, 2)), "more")] == [f"+{24 - most}"]
+    assert "23: 0 of 1, 24: 0 of 1." in description(many)
+    texts = [text_of(e) for e in parse(strip((24, 24), *[(3, 1)] * 8)).iter() if e.tag == f"{SVG}text"]
+    assert "+21" in texts, "bars without a column, which only an earlier round has"

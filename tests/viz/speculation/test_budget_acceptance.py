@@ -96,3 +96,8 @@ def test_what_cannot_be_drawn_is_refused(lines: list[BudgetLine], says: str) -> 
 def test_a_reference_that_is_no_acceptance_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match=f"reference 'draft model': acceptance {share} must be from 0 to 1"):
         BudgetAcceptance([SINKS], 1024, ("draft model", share))
+
+
+def test_thin_bars_are_explained_only_where_there_are_some() -> None:
+    assert "thin bars" in PICTURE.to_svg()
+    assert "thin bars" not in BudgetAcceptance([SNAPKV], 1024).to_svg()

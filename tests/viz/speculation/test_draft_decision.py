@@ -11,7 +11,7 @@ from minillm.speculative.draft_policy import AdaptiveDrafts
 from minillm.speculative.step_costs import StepCosts
 from minillm.trace import DraftsPlanned, RequestAdded, Trace
 from minillm.viz.speculation.draft_decision import MAX_REQUESTS, DraftDecision
-from tests.viz.pictures import description, found, states, text_of
+from tests.viz.pictures import description, found, parse, states, text_of
 
 
 def decided(row: float, rates: tuple[int, ...] = (4, 0), most: int = 4) -> DraftsPlanned:
@@ -85,3 +85,12 @@ def test_whole_trees_leave_gaps_in_the_curve() -> None:
 def test_an_event_without_predictions_is_refused() -> None:
     with pytest.raises(TraceError, match="nothing to draw"):
         DraftDecision(DraftsPlanned(["a"], [0], [], []))
+
+
+def test_positions_without_room_are_counted_in_the_picture_and_in_words() -> None:
+    event = DraftsPlanned(["a", "b"], [10, 1], [[0.9] * 12, [0.5] * 3], [1.0] * 30)
+    picture = DraftDecision(event)
+    assert "+4" in [text_of(e) for e in parse(picture.to_svg()).iter() if e.tag.endswith("text")]
+    words = picture.describe()
+    assert "a 10 (" + "0.90, " * 8 + "+4 more), b 1 (0.50, 0.50, 0.50)" in words
+    assert words.endswith("24: 1.00, +5 more.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from minillm.errors import ConfigError
 from minillm.viz.tensors.attention_tiles import AttentionTiles
-from tests.viz.pictures import description, found, states
+from tests.viz.pictures import description, found, parse, states, text_of
 
 TWO = {"seq_lens": [6, 16], "block_tables": [[7, 2, 7, 7], [3, 0, 5, 1]], "block_size": 4}
 
@@ -68,3 +70,16 @@ def test_a_table_that_is_missing_or_too_short_is_refused():
     for tables in ([[7, 2]], [[7, 2], [3, 0, 5, 1], [4]]):
         with pytest.raises(ConfigError, match=f"{len(tables)} block tables for 2 requests"):
             AttentionTiles([6, 16], tables, 4)
+
+
+@pytest.mark.parametrize("blocks", [40, 172, 256, 1024])
+def test_many_blocks_are_drawn_small_with_the_names_that_have_room(blocks: int) -> None:
+    svg = AttentionTiles([16 * blocks - 5], [range(blocks)], 16, parts=4).to_svg()
+    assert len(found(svg, "tile")) == 4 * blocks
+    boxes = [e for e in parse(svg).iter() if e.tag.endswith("rect")]
+    assert all(float(box.get("width")) > 0 and float(box.get("x", 0)) + float(box.get("width")) <= 980 for box in boxes)
+    for line in (108, 136):
+        names = [e for e in parse(svg).iter() if e.tag.endswith("text") and e.get("y") == str(line)]
+        keys = sorted((float(e.get("x")), len(text_of(e))) for e in names if e.get("text-anchor") == "middle")
+        for (x, length), (following, _) in itertools.pairwise(keys):
+            assert following - x >= 6 * length, "names do not lie on each other"

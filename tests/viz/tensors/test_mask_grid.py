@@ -27,3 +27,10 @@ def test_words_count_what_each_token_sees():
 def test_nothing_cached_draws_no_border():
     svg = MaskGrid(offset_mask(2, 0).tolist(), ["a", "b"], past=0).to_svg()
     assert "from the cache" not in svg and "stroke-dasharray" not in svg
+
+
+def test_many_keys_are_drawn_small():
+    svg = MaskGrid([[True, False] * 200], ["key"] * 400, past=399).to_svg()
+    boxes = [e for e in ET.fromstring(svg).iter(f"{SVG}rect") if e.get("data-state")]
+    assert len(boxes) == 400 and all(float(box.get("width")) > 0 for box in boxes)
+    assert "from the cache" in svg and svg.count(">key<") <= 1

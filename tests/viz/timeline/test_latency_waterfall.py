@@ -121,3 +121,8 @@ def test_plotly_says_the_values_and_the_limit_and_keeps_its_legend_off_the_axis(
     assert told[0] == "100 ms limit"
     assert len(told) == 1 + len(PICTURE.rows) and all("ms</b>" in text for text in told[1:])
     assert layout["legend"]["yref"] == "container"
+
+
+def test_a_row_that_took_no_time_is_compared_with_nothing() -> None:
+    svg = LatencyWaterfall("nothing", [PLAIN, Latency("cached", {}, before="plain")]).to_svg()
+    assert "as fast" not in svg and len(found(svg, "saved")) == 1

@@ -271,3 +271,35 @@ def test_end_stands_where_the_work_ends_and_not_inside_an_idle_box():
     [end] = [e for e in parse(f"<svg>{lanes.drawing}</svg>").iter() if e.get("data-testid") == "end"]
     assert lanes.column_kind(lanes.timeline.rows[0], 1) == "idle"
     assert float(end.get("x")) <= lanes.columns.x(1)
+
+
+def test_the_legend_of_a_long_run_explains_no_signs_that_are_not_drawn():
+    s = Script(num_blocks=99)
+    s.add("a", "a", 4)
+    s.add("b", "b", 4)
+    s.step(prefill("a", 4), prefill("b", 4))
+    s.step(verify("a", ["x"], 0), verify("b", ["x"], 0))
+    [short] = found(TimelineView(s.trace).to_svg(), "legend")
+    assert "prefill, n tokens" in text_of(short) and "verify, accepted/drafted" in text_of(short)
+    assert "3/4" in text_of(short)
+    [long] = found(TimelineView(s.trace, num_steps=500).to_svg(), "legend")
+    told = text_of(long)
+    assert "prefill" in told and "n tokens" not in told and "drafted" not in told and "3/4" not in told
+
+
+def test_of_many_requests_the_description_of_the_picture_names_those_that_are_drawn():
+    s = Script(num_blocks=120, seqs=100)
+    for i in range(100):
+        s.add(str(i), f"request {i}", 10)
+    s.step(*(prefill(str(i), 10) for i in range(100)))
+    for view, rows in ((TimelineView(s.trace), 24), (TimelineComparison(s.trace), 2 * MAX_COMPARED)):
+        words = description(view.to_svg())
+        assert words.count("from step 1") == rows and "more requests" in words
+        assert view.describe().count("from step 1") in (100, 200) and "more requests" not in view.describe()
+
+
+def test_requests_that_wait_share_their_cells():
+    """A trace of many requests has many more of these than of all others."""
+    rows = timeline_of(story()).rows
+    waiting = [cell for row in rows for cell in row.cells.values() if cell.kind == "waiting"]
+    assert len(waiting) == 2 and waiting[0] is waiting[1] and waiting[0] == Cell()
