@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,9 +109,18 @@ def first_broken_row(logits: Tensor) -> int | None:
 
     One sum over all rows is computed first; rows are tested one by one only if it is not finite.
     """
-    if math.isfinite(logits.sum(dtype=torch.float32).item()):
+    if math.isfinite(_sum(logits)):
         return None
     return _first_false(torch.isfinite(logits).all(dim=-1).tolist())
+
+
+def _sum(logits: Tensor) -> float:
+    """The sum of all logits, in float32. On a CPU NumPy adds, in one thread. PyTorch takes several for more than 32,768
+    numbers, and where other programs run, it may wait for them longer than for the step."""
+    if logits.device.type != "cpu":
+        return logits.sum(dtype=torch.float32).item()
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(logits.detach().float().numpy().sum())
 
 
 def _first_false(flags: Sequence[bool | int]) -> int | None:
