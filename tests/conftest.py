@@ -16,11 +16,14 @@ from hypothesis import settings
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import save_llama
+from minillm.speculative import config as speculative_config
 from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
 
 settings.register_profile("no clock", deadline=None)  # how long an example takes says nothing of a test
 settings.load_profile("no clock")
 
+SHIPPED_ADAPTIVE = True
+"""What `minillm.speculative.config.ADAPTIVE` is outside of tests; see `every_draft`."""
 SLOW_S = 60
 LONGEST_FILES = (
     "teaching/grading/test_grading.py",
@@ -121,8 +124,9 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session", autouse=True)
 def every_draft() -> Iterator[None]:
     """Engines draft whatever it costs: their tests want drafts. Tests of adapting ask for it with `adaptive`."""
+    assert speculative_config.ADAPTIVE is SHIPPED_ADAPTIVE
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minillm.speculative.config.ADAPTIVE", False)
+        patch.setattr(speculative_config, "ADAPTIVE", False)
         yield
 
 

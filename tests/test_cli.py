@@ -18,6 +18,8 @@ from minillm.commands import bench, generate, grade, lab
 from minillm.commands.parser import COMMANDS, parser
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.build import Stale
+from minillm.teaching.grading.one_submission import Rules
+from minillm.teaching.guard import Limits
 from minillm.trace.request_metrics import RequestMetrics
 
 ROOT = Path(minillm.__file__).parents[1]
@@ -434,6 +436,19 @@ def test_bench_checks_where_to_write_before_it_measures(monkeypatch, tmp_path, c
     monkeypatch.setattr(bench, "find", lambda name: pytest.fail("measured first"))
     assert cli.main(["bench", "decode", "--json", str(tmp_path / "no" / "out.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_every_option_of_grade_is_a_rule(tmp_path):
+    def rules(*words: str) -> Rules:
+        return grade.rules_of(parser().parse_args(["grade", "submissions", "--out", "report", *words]))
+
+    assert rules() == Rules(Limits(seconds=10.0, memory=2 << 30), 60.0, (), b"")
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of a whole course\n")
+    given = ["--seconds", "3", "--memory", "0.5", "--wall-seconds", "7", "--lessons", "10", "2"]
+    assert rules(*given, "--secret-file", str(secret)) == Rules(
+        Limits(seconds=3.0, memory=1 << 29), 7.0, ("l10", "l02"), b"a secret of a whole course"
+    )
 
 
 def test_a_lesson_is_graded_once_however_often_and_however_it_is_named():

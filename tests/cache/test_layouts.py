@@ -23,7 +23,12 @@ from minillm.models.decoder import Decoder
 from tests.cache.runs import draft_of
 from tests.conftest import TinyPair
 
-WHOLE = {"contiguous", "window", "sinks", "think", "snapkv", "squeezed", "anchors"}
+WHOLE = {name for (name, _), layout in LAYOUTS.items() if layout.whole_sequences}
+"""Layouts that store each request in one place."""
+
+
+def test_some_layouts_store_whole_requests_and_some_store_blocks() -> None:
+    assert {"contiguous", "kivi"} < WHOLE < {name for name, _ in LAYOUTS}
 
 
 def options_of(function: Any) -> dict[str, Any]:
@@ -36,11 +41,19 @@ def test_a_layout_is_found_by_name(name: tuple[str, str]) -> None:
     assert find_layout(CacheConfig(*name)) is LAYOUTS[name]
 
 
-@pytest.mark.parametrize("name", sorted(WHOLE))
+BUILT_TO_BE_SIZED = {"kivi"}
+"""Layouts whose `bytes_per_block` builds a cache with whatever options it is given."""
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE - BUILT_TO_BE_SIZED))
 def test_a_layout_of_whole_requests_is_sized_with_the_options_it_is_built_with(name: str) -> None:
     layout = LAYOUTS[name, "auto"]
     assert options_of(layout.__init__) == options_of(layout.bytes_per_block)
-    assert layout.whole_sequences and not layout.supports_prefix_sharing
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_a_layout_of_whole_requests_shares_no_prefixes(name: str) -> None:
+    assert not LAYOUTS[name, "auto"].supports_prefix_sharing
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from minillm import LLM, SamplingParams
 from minillm.cache.paged import PagedKVCache
 from minillm.config import EngineArgs
 from minillm.engine import assembly
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, TokenizerMismatchError
 from minillm.models import bundled
+from minillm.models.decoder import Decoder
 from minillm.models.loading import load_config, load_model, save_llama
 from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS
 from minillm.ops.paged_attention import paged_attention
@@ -206,6 +207,34 @@ def test_more_memory_than_there_is_or_than_pytorch_can_count_is_told_with_its_si
 ) -> None:
     with pytest.raises(ConfigError, match=f"{num_blocks} cache blocks need "):
         LLM(str(tiny.target), device="cpu", num_kv_blocks=num_blocks)
+
+
+@pytest.fixture
+def unlike(tiny: TinyPair, tmp_path: Path) -> Callable[..., Path]:
+    """Saves a draft model with the target's tokenizer whose config has these values."""
+
+    def save(**values: Any) -> Path:
+        config = replace(load_config(tiny.draft), **values)
+        shutil.copytree(tiny.draft, tmp_path / "draft")
+        save_llama(Decoder(config), tmp_path / "draft", torch.float32)
+        return tmp_path / "draft"
+
+    return save
+
+
+def test_a_draft_with_another_number_of_logits_is_refused(tiny: TinyPair, unlike: Callable[..., Path]) -> None:
+    """Its tokenizer is the target's: only the padding of the vocabulary differs."""
+    folder = unlike(vocab_size=320)
+    with pytest.raises(TokenizerMismatchError, match=rf"'{folder}' has 320 logits, the target 300; use a draft model"):
+        LLM(str(tiny.target), speculative_config={"model": str(folder)})
+
+
+def test_a_draft_with_a_shorter_context_is_refused(tiny: TinyPair, unlike: Callable[..., Path]) -> None:
+    folder = unlike(max_position_embeddings=128)
+    for most, words in ((None, 256), (129, 129)):
+        with pytest.raises(ConfigError, match=f"context of 128 tokens, less than max_model_len={words}; lower max_mod"):
+            LLM(str(tiny.target), speculative_config={"model": str(folder)}, max_model_len=most)
+    assert LLM(str(tiny.target), speculative_config={"model": str(folder)}, max_model_len=128).max_model_len == 128
 
 
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_only_computed_and_judged_tokens_get_a_hash(tiny: TinyPair) -> None:
     """After every step, every hash in the pool is that of committed tokens whose keys are written."""
     llm = LLM(str(tiny.target), block_size=2, speculative_config=drafted(tiny, 5))
     requests = llm.submit([TEXT[:30], TEXT[:50]], WARM)
-    pool = llm.engine.pool
+    pool, checked, behind_the_prompt = llm.engine.pool, 0, set()
     while llm.engine.has_requests:
         llm.engine.step()
         for request in requests:
@@ -202,6 +202,10 @@ def test_only_computed_and_judged_tokens_get_a_hash(tiny: TinyPair) -> None:
                 if block_id in pool._hash_of:
                     assert pool._hash_of[block_id] == hashes[index]
                     assert (index + 1) * 2 <= request.num_computed_tokens
+                    checked += 1
+                    if index * 2 >= request.num_prompt_tokens:
+                        behind_the_prompt.add(request.request_id)
+    assert checked and len(behind_the_prompt) == len(requests)
 
 
 def test_salts_keep_tenants_apart(tiny: TinyPair) -> None:

@@ -164,6 +164,19 @@ def test_the_most_urgent_goes_first_and_among_equals_the_oldest(tiny: TinyPair, 
     assert [event.request_id for event in trace.of(RequestFinished)] == order
 
 
+@pytest.mark.parametrize(
+    "policy, order", [("priority", ["3", "1", "4", "0", "2"]), ("fcfs", ["0", "1", "2", "3", "4"])]
+)
+def test_generate_takes_a_priority_for_each_prompt(tiny: TinyPair, policy: str, order: list[str]) -> None:
+    llm = LLM(str(tiny.target), max_num_seqs=1, scheduling_policy=policy)
+    prompts = [{"prompt_token_ids": [7 + i] * 5} for i in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with llm.trace() as trace:
+        outputs = llm.generate(prompts, params, use_tqdm=False, priority=[1, 0, 1, -5, 0])
+    assert [event.request_id for event in trace.of(RequestFinished)] == order
+    assert [output.prompt_token_ids[0] for output in outputs] == [7, 8, 9, 10, 11]
+
+
 def test_an_urgent_arrival_overtakes_who_waits_but_not_who_runs(tiny: TinyPair) -> None:
     llm = LLM(str(tiny.target), max_num_seqs=1, scheduling_policy="priority")
     with llm.trace() as trace:

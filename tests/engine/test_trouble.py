@@ -488,6 +488,8 @@ def test_what_is_no_list_of_parameters_is_refused(tiny: TinyPair) -> None:
     llm = LLM(str(tiny.target))
     with pytest.raises(ConfigError, match="'temperature': 0} are no sampling params"):
         llm.generate("x", {"temperature": 0})
+    with pytest.raises(ConfigError, match=r"SamplingParams\(0.8\): give options by name: SamplingParams\(temperature="):
+        SamplingParams(0.8)  # type: ignore[misc]
     with pytest.raises(ConfigError, match="1 are no priorities"):
         llm.generate(["x"], GREEDY, priority=1)
     with pytest.raises(PromptError, match="stream continues one prompt"):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from scipy.stats import chi2_contingency
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.batch import Segment
 from minillm.cache.base import KVCache
 from minillm.cache.paged import PagedKVCache
+from minillm.speculative.chain_drafter import ChainDrafter
+from minillm.speculative.draft_policy import FixedDrafts
 from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, StepRan
 from tests.conftest import TinyPair
+from tests.speculative.three_tokens import expected_triples, p_of_triples
 
 PROMPTS = [
     "def add(a, b):\n    return a + b\n\n\nclass Stack:",
@@ -22,6 +25,8 @@ PROMPTS = [
     "def add(a, b):\n    return a + b\n\n\nclass Queue:\n    def push",
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+COOLER = 10.0
+"""What the planted mistake multiplies logits by."""
 
 
 def tokens(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
@@ -130,21 +135,18 @@ def length_does_not_depend_on_what_is_drawn(llm: LLM) -> None:
     assert len(lengths) == 3 and all(len(seen) == 1 for seen in lengths.values())
 
 
-def same_distribution(tiny: TinyPair, speculative: dict[str, Any], count: int = 700, **options: Any) -> float:
-    """p of χ² over the second and third token of `count` completions with drafts against as many without.
+def follows_the_target_unless_drafts_are_drawn_cooler(
+    tiny: TinyPair, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
+    """χ² of the first three tokens, without seeds of the requests' own: what a drafter observed does not choose the
+    drafts of a request with a seed. A correct engine fails with probability 1e-6 over the engine's seed. With the
+    planted mistake, drafts are drawn from a cooler distribution than the one that is told as q."""
+    expected, policy = expected_triples(tiny, **options), FixedDrafts(2)
+    assert p_of_triples(tiny, expected, speculative, policy, options) > 1e-6
+    draw = ChainDrafter._draw
 
-    Both are samples, so this is a two-sample test on the 12 most frequent pairs and the rest; seeds are fixed. With 700
-    of each, a pair of probability 0.15 must become 0.27 for p to fall below 1e-6 in half of the runs.
-    """
-    counts = []
-    for config in (None, speculative):
-        llm = LLM(str(tiny.target), block_size=4, max_num_seqs=128, speculative_config=config, **options)
-        params = [
-            SamplingParams(seed=i + 10_000 * bool(config), max_tokens=4, ignore_eos=True, top_k=4) for i in range(count)
-        ]
-        outputs = llm.generate([PROMPTS[0]] * count, params, use_tqdm=False)
-        counts.append([tuple(o.outputs[0].token_ids[1:3]) for o in outputs])
-    pairs = sorted(set(counts[0] + counts[1]), key=(counts[0] + counts[1]).count, reverse=True)[:12]
-    table = [[c.count(p) for p in pairs] + [sum(x not in pairs for x in c)] for c in counts]
-    table = [[a for a, b in zip(*table, strict=True) if a + b], [b for a, b in zip(*table, strict=True) if a + b]]
-    return chi2_contingency(table).pvalue
+    def cooler(self: ChainDrafter, logits: Tensor, states: Any) -> tuple[list[int], Tensor]:
+        return draw(self, logits * COOLER, states)[0], draw(self, logits, states)[1]
+
+    monkeypatch.setattr(ChainDrafter, "_draw", cooler)
+    assert p_of_triples(tiny, expected, speculative, policy, options) < 1e-6

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
-from minillm.speculative.config import SpeculativeConfig
+from minillm.speculative import config as speculative_config
+from minillm.speculative.config import SpeculativeConfig, find_method
 from minillm.speculative.drafter import Draft, Drafter
+from tests.conftest import SHIPPED_ADAPTIVE
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,21 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
     assert SpeculativeConfig.from_dict({"method": "ngram", "fallback": None}).fallback is None
 
 
+def test_drafts_adapt_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other tests run with the fixture `every_draft`, which changes the default."""
+    monkeypatch.setattr(speculative_config, "ADAPTIVE", SHIPPED_ADAPTIVE)
+    ngram = {"method": "ngram", "fallback": {"method": "suffix"}}
+    for given, adapts in ((ngram, True), ({**ngram, "adaptive": False}, False)):
+        read = SpeculativeConfig.from_dict(given)
+        assert (read.adaptive, read.fallback.adaptive) == (adapts, adapts)
+    assert SpeculativeConfig("ngram", find_method("ngram").Options()).adaptive
+
+
+def test_a_fallback_may_draft_wherever_the_method_makes_less_than_all_of_its_drafts() -> None:
+    given = {"method": "ngram", "fallback": {"method": "suffix"}, "fallback_below": 4}
+    assert SpeculativeConfig.from_dict(given).fallback_below == 4
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -133,6 +150,14 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
             {"method": "suffix", "adaptive": False, "fallback": {"method": "ngram", "adaptive": True}},
             ConfigError,
             "adaptive=True holds for all drafts; move it out",
+        ),
+        ({"method": "ngram", "adaptive": "yes"}, ConfigError, "adaptive='yes' must be True or False"),
+        ({"method": "ngram", "adaptive": 1}, ConfigError, "adaptive=1 must be True or False"),
+        ({"method": "ngram", "adaptive": None}, ConfigError, "adaptive=None must be True or False"),
+        (
+            {"method": "ngram", "fallback": {"method": "suffix"}, "fallback_below": 5},
+            ConfigError,
+            "fallback_below=5 is more than 'ngram' ever drafts, 4; lower it",
         ),
         ("suffix", ConfigError, "speculative_config='suffix' must be a dict"),
         ({**SYNTHETIC, "synthetic_acceptance_length": "2"}, ConfigError, "length='2' must be a number"),

@@ -205,8 +205,15 @@ def test_logprobs_are_those_of_the_plain_way(tiny: TinyPair) -> None:
     plain = LLM(str(tiny.target)).generate(PROMPTS, params, use_tqdm=False)
     drafted = LLM(str(tiny.target), speculative_config=tree(tiny.draft)).generate(PROMPTS, params, use_tqdm=False)
     for right, got in zip(plain, drafted, strict=True):
-        for mine, theirs in zip(got.outputs[0].logprobs, right.outputs[0].logprobs, strict=True):
-            assert mine.keys() == theirs.keys()
+        assert len(got.outputs[0].logprobs) == 12 and len(got.prompt_logprobs) == len(got.prompt_token_ids)
+        assert got.prompt_logprobs[0] is None and right.prompt_logprobs[0] is None  # nothing predicts the first token
+        rows = zip(
+            [*got.outputs[0].logprobs, *got.prompt_logprobs[1:]],
+            [*right.outputs[0].logprobs, *right.prompt_logprobs[1:]],
+            strict=True,
+        )
+        for mine, theirs in rows:
+            assert mine.keys() == theirs.keys() and mine
             assert all(abs(mine[t].logprob - theirs[t].logprob) < 1e-4 for t in mine)
 
 

@@ -24,9 +24,9 @@ def sampled(seed: int | None) -> SamplingParams:
     return SamplingParams(seed=seed, top_k=TOP, temperature=TEMPERATURE, max_tokens=16, ignore_eos=True)
 
 
-def expected_triples(tiny: TinyPair) -> Expected:
-    """The probabilities of the first three tokens, from the target alone."""
-    llm = LLM(str(tiny.target), enforce_eager=True)
+def expected_triples(tiny: TinyPair, **options: Any) -> Expected:
+    """The probabilities of the first three tokens, from the target alone. `options`: of its engine."""
+    llm = LLM(str(tiny.target), enforce_eager=True, **options)
     prompt = llm.get_tokenizer().encode(PROMPT)
     found: Expected = {(): 1.0}
     for _ in range(3):
@@ -42,15 +42,21 @@ def expected_triples(tiny: TinyPair) -> Expected:
 
 
 def p_of_triples(
-    tiny: TinyPair, expected: Expected, config: dict[str, Any], policy: DraftPolicy | None = None, **attributes: Any
+    tiny: TinyPair,
+    expected: Expected,
+    config: dict[str, Any],
+    policy: DraftPolicy | None = None,
+    options: dict[str, Any] | None = None,
+    **attributes: Any,
 ) -> float:
     """The p-value of the engine's first three tokens, χ² with the rare triples in one cell. A request is aborted as
-    soon as it has them. `attributes` are set on the drafter first. With a `policy`, requests have no seed of their own.
+    soon as it has them. `options`: of the engine. `attributes` are set on the drafter first. With a `policy`, requests
+    have no seed of their own.
 
     A mistake that makes probabilities p into p′ gives a p-value below 1e-6 in half of the runs if Σ (p′ - p)² / p is
     0.09, with nine to eleven cells.
     """
-    llm = LLM(str(tiny.target), max_num_seqs=COUNT, enforce_eager=True, speculative_config=config)
+    llm = LLM(str(tiny.target), max_num_seqs=COUNT, enforce_eager=True, speculative_config=config, **(options or {}))
     for name, value in attributes.items():
         setattr(llm.engine.drafter, name, value)
     if policy is not None:

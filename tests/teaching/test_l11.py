@@ -182,10 +182,33 @@ def test_prices_become_costs_that_never_fall_with_more_rows():
     assert drafting.costs_of(one, many, has_model=False).draft(8, 4) == 0
 
 
-def test_prices_are_measured_on_full_steps(engine: LLM):
+def test_prices_are_positive(engine: LLM):
     price = drafting.prices(engine, ["a b a b", "def f"], 2, 3, new_tokens=12)
     assert (price.batch, price.gamma) == (2, 3)
-    assert price.plain > 0 and price.drafting > 0 and price.verifying >= price.plain and price.c > 0
+    assert price.plain > 0 and price.drafting > 0 and price.verifying > 0 and price.c > 0
+
+
+@pytest.mark.parametrize(("rests", "verifying"), [((4.0, 6.0, 5.0), 5.0), ((0.25, 0.75, 0.5), 2.0)])
+def test_prices_are_medians_of_full_steps(monkeypatch, rests: tuple[float, ...], verifying: float):
+    """The first step of a run, and steps with fewer requests or drafts, do not count. Drafts do not make a step
+    faster."""
+    asked = []
+
+    def run(llm, prompts, policy, *, batch, new_tokens):
+        asked.append((prompts, policy.num_drafts, batch, new_tokens))
+        if policy.num_drafts:
+            full = [drafting.StepTime(2, 6, *seconds) for seconds in zip((1.0, 3.0, 2.5), rests, strict=True)]
+            others = [drafting.StepTime(2, 5, 90.0, 90.0), drafting.StepTime(1, 3, 90.0, 90.0)]
+        else:
+            full = [drafting.StepTime(2, 0, 0.5, rest) for rest in (0.5, 1.5, 8.5)]
+            others = [drafting.StepTime(1, 0, 0.0, 90.0), drafting.StepTime(2, 1, 90.0, 90.0)]
+        first = drafting.StepTime(2, 2 * policy.num_drafts, 800.0, 800.0)
+        return drafting.DraftRun(None, [], [first, *others, *full])
+
+    monkeypatch.setattr(drafting, "run", run)
+    price = drafting.prices(None, ["a", "b", "c"], 2, 3, new_tokens=12)
+    assert price == drafting.Prices(2, 3, plain=2.0, drafting=2.5, verifying=verifying)
+    assert set(map(str, asked)) == {str((["a", "b"], count, 2, 12)) for count in (0, 3)}
 
 
 def test_synthetic_rates_need_no_draft_model(tiny: TinyPair):

@@ -82,7 +82,7 @@ def grade_all(
     graders: Graders | None = None,
 ) -> list[Submission]:
     """The grades of `files`, in their order. Each is written to `out` as soon as it is there; those that are there
-    already, with the same contents, rules and mode, are not graded again.
+    already, with the same contents, rules and mode, are not graded again, unless they were interrupted.
 
     `jobs`: processes at a time. `mode`: see `StudentProcess`. `progress`: called as `progress(iterable, total=…)`.
     `graders`: who grades, in place of processes here.
@@ -93,7 +93,7 @@ def grade_all(
     done: dict[int, Submission] = {}
     for number, (file, key) in enumerate(zip(files, keys, strict=True)):
         known = grades.read(folder / _result_name(file, key))
-        if known is not None and (known.key, known.file) == (key, file.name):
+        if known is not None and not known.interrupted and (known.key, known.file) == (key, file.name):
             done[number] = known
     todo = [number for number in range(len(files)) if number not in done]
     tasks = [(number, files[number], keys[number]) for number in todo]

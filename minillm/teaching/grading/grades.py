@@ -47,6 +47,9 @@ class ExerciseGrade(msgspec.Struct, kw_only=True, frozen=True):
     """What the function imports from minillm: it may be all of the answer."""
     seconds: float = 0.0
     """Wall-clock time."""
+    interrupted: bool = False
+    """Whether its process ended for a reason that the function need not have given: it was killed, its runner failed,
+    or it was still running after `Rules.wall_seconds`."""
 
 
 class Submission(msgspec.Struct, kw_only=True, frozen=True):
@@ -68,6 +71,9 @@ class Submission(msgspec.Struct, kw_only=True, frozen=True):
     """How its process was closed in: one of `student_process.MODES`."""
     shapes: dict[str, list[str]] = {}
     """Normalised syntax trees of the exercises' functions, for `similarity`."""
+    interrupted: bool = False
+    """Whether reading the file or one of the exercises was interrupted (`ExerciseGrade.interrupted`). On another run
+    the result may be another, so the file is then graded again."""
     schema: int = SCHEMA
 
     @property

@@ -65,6 +65,10 @@ class Answered(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     changed: list[str]
 
 
+RUNNER_FAILED = "a failure of its runner"
+"""`Ended.raised` where our own code failed, or the function broke it."""
+
+
 class Ended(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """The process of the submission has ended: by itself, or as the fields of `guard.ChildExit` say."""
 

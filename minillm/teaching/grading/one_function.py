@@ -18,6 +18,7 @@ from minillm.teaching.grading import cells as notebook_cells
 from minillm.teaching.grading import values
 from minillm.teaching.grading.cells import Cell
 from minillm.teaching.grading.messages import (
+    RUNNER_FAILED,
     Answered,
     Began,
     Cells,
@@ -76,7 +77,7 @@ def do(job: Job, pipe: int) -> None:
 
 def fault(pipe: int, text: str) -> None:
     """Tell that the runner itself failed: by a fault of ours, or because the function broke it."""
-    ended = Ended(finished=False, raised="a failure of its runner", library_message=_cut(text[-MAX_TEXT:]))
+    ended = Ended(finished=False, raised=RUNNER_FAILED, library_message=_cut(text[-MAX_TEXT:]))
     write_frame(pipe, pack(ended))
 
 

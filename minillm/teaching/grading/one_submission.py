@@ -14,7 +14,17 @@ from minillm.teaching.exercise import Exercise
 from minillm.teaching.grading import values
 from minillm.teaching.grading.cells import Cell
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission, overall
-from minillm.teaching.grading.messages import Answered, Cells, Ended, Error, Found, Loaded, NotLoaded, Unreadable
+from minillm.teaching.grading.messages import (
+    RUNNER_FAILED,
+    Answered,
+    Cells,
+    Ended,
+    Error,
+    Found,
+    Loaded,
+    NotLoaded,
+    Unreadable,
+)
 from minillm.teaching.grading.one_function import MAX_TEXT, ReadJob, RunJob
 from minillm.teaching.grading.program import file_of
 from minillm.teaching.grading.student_process import StudentProcess, Told
@@ -29,6 +39,7 @@ from minillm.teaching.result import Status as CheckStatus
 LIMITS = Limits(seconds=10.0)
 LIKELY = "it looks as if your function "
 READ_LIMITS = 60.0, 1 << 30
+SIGKILL = 9
 _ENDED_BY = {Sort.TIME: Status.TIMEOUT, Sort.MEMORY: Status.CRASHED, Sort.EXIT: Status.CRASHED}
 _ENDED_BY[Sort.PROCESSES] = Status.CRASHED
 
@@ -59,7 +70,7 @@ class Grader:
         made = {"student": student, "file": file, "key": key, "isolation": self.process.mode}
         if not isinstance(message, Cells):
             reason = message.reason if isinstance(message, Unreadable) else "it cannot be read"
-            return Submission(**made, status=Status.UNREADABLE, reason=reason)
+            return Submission(**made, status=Status.UNREADABLE, reason=reason, interrupted=interrupted(told))
         found = lessons_of(message, file)
         wanted = list(self.rules.lessons) or found
         lessons = [lesson for lesson in wanted if lesson in found] or wanted
@@ -74,6 +85,7 @@ class Grader:
             exercises=grades,
             notes=[f"not Python: {broken}" for broken in message.broken],
             shapes={e.name: message.shapes[e.function_name] for e in exercises if e.function_name in message.shapes},
+            interrupted=any(grade.interrupted for grade in grades),
         )
 
     def _exercise(self, exercise: Exercise, cells: list[Cell], student: str) -> ExerciseGrade:
@@ -85,7 +97,9 @@ class Grader:
         job = RunJob(cells, exercise.function_name, exercise.interface, key.cases, self.rules.limits)
         told = self.process.run(job, self.rules.wall_seconds, 2 * self.rules.limits.memory)
         grade = _Verdict(key, self.rules, told, [file_of(cell.number) for cell in cells]).grade()
-        return replace(grade, hidden=_is_hidden(grade.case, hidden), seconds=round(told.seconds, 3))
+        unclear = grade.status in (Status.TIMEOUT, Status.CRASHED) and interrupted(told)
+        seconds = round(told.seconds, 3)
+        return replace(grade, hidden=_is_hidden(grade.case, hidden), seconds=seconds, interrupted=unclear)
 
     def _answers(self, exercise: Exercise) -> AnswerKey:
         """The visible cases and the right answers to them, computed once."""
@@ -219,6 +233,21 @@ class _Verdict:
             notes=[_text(note) for note in loaded.notes[:20]] if isinstance(loaded, Loaded) else [],
             library=[_text(name) for name in loaded.library[:50]] if isinstance(loaded, Loaded) else [],
         )
+
+
+def interrupted(told: Told) -> bool:
+    """Whether a job ended for a reason that the submission need not have given: it took too long by the clock, it was
+    killed, or its runner or the template failed.
+
+    The submission can bring all of these about, too. Then it costs the time of grading it again.
+    """
+    if told.stopped:
+        return told.stopped.partition(":")[0] in ("time", "process")
+    last = told.messages[-1] if told.messages else None
+    if not isinstance(last, Ended):
+        return not isinstance(last, Cells | Unreadable)  # a runner says at its end how the function ended
+    killed = last.signal_number == SIGKILL and not last.idle_timeout and not last.out_of_time
+    return killed or last.raised == RUNNER_FAILED
 
 
 def exercises_in(lesson: str) -> list[Exercise]:

@@ -84,20 +84,26 @@ class Program:
     def definition(self, name: str) -> Statement | None:
         """The last statement that binds `name` and is neither an unwritten stub nor an import; else the last import;
         else the last stub; else None."""
-        found = [s for s in self.statements if name in s.binds and name not in _used_exercises(s)]
-        written = [s for s in found if not is_stub(s.node) and not isinstance(s.node, _IMPORTS)]
-        imported = [s for s in found if isinstance(s.node, _IMPORTS)]
+        found, written = self._candidates(name)
         distinct = {ast.dump(statement.node) for statement in written}
         if len(distinct) > 1:
             self.notes.append(f"{name} is written {len(distinct)} times; the last one counts")
-        return (written or imported or found or [None])[-1]
+        return (written or found or [None])[-1]
+
+    def _candidates(self, name: str) -> tuple[list[Statement], list[Statement]]:
+        """The statements that bind `name`, stubs before imports; and those of them that are neither."""
+        bound = [s for s in self.statements if name in s.binds and name not in _used_exercises(s)]
+        imported = [s for s in bound if isinstance(s.node, _IMPORTS)]
+        written = [s for s in bound if not is_stub(s.node) and s not in imported]
+        return [*(s for s in bound if s not in imported), *imported], written
 
     def needed(self, definition: Statement) -> list[Statement]:
         """`definition` and every statement that it needs, in the notebook's order.
 
         A name is looked up first in the cell that uses it, because that is what a notebook's own check has seen, where
-        another cell defines a helper of the same name later. Of a function's definitions the last written one counts;
-        of other names every assignment and import runs.
+        another cell defines a helper of the same name later. Of the definitions of a function in other cells the last
+        written one before that cell counts, for the same reason; if all come later, the last. Of other names every
+        assignment and import runs.
         """
         first = [definition, *self._wrapped_by(definition)]
         chosen, seen = set(first), set(definition.binds)
@@ -120,7 +126,9 @@ class Program:
         if beside:
             return beside
         if any(isinstance(statement.node, (ast.FunctionDef, ast.AsyncFunctionDef)) for statement in found):
-            definition = self.definition(name)
+            known, written = self._candidates(name)
+            before = [statement for statement in written if statement.cell < cell]
+            definition = (before or written or known or [None])[-1]
             return [definition, *self._wrapped_by(definition)] if definition else []
         return found
 

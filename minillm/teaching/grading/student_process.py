@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import select
 import shutil
 import socket
@@ -185,17 +186,19 @@ def _too_much(template: int, seconds: float, wall_seconds: float, memory: int) -
         return f"processes: it started more than {MAX_PROCESSES} processes"
     # Pages from the fork are shared with the template until a process writes to them, so none of them counts. To read
     # how many are still shared takes too long while the processes allocate.
-    forked = _private(psutil.Process(template))
-    used = sum(max(0, _private(process) - forked) for process in processes)
+    forked = _without_files(template)
+    used = sum(max(0, _without_files(process.pid) - forked) for process in processes)
     return f"memory: its processes used more than {memory / (1 << 30):g} GiB together" if used > memory else ""
 
 
-def _private(process: psutil.Process) -> int:
-    """Bytes of a process that are no files; 0 if it has ended."""
-    with suppress(psutil.Error):
-        info = process.memory_info()
-        return int(info.rss - info.shared)
-    return 0
+def _without_files(pid: int) -> int:
+    """Bytes of a process that are no files of a disk: its own, and those in shared mappings (`mmap`, `memfd_create`),
+    which count for each process that touched them. 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return sum(int(kib) << 10 for kib in re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", status, re.MULTILINE))
 
 
 def _end(template: int) -> None:

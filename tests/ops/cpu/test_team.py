@@ -12,6 +12,8 @@ from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.team import ARRIVED, NUM_THREADS, Team, barrier, join_team, new_sync, thread_range
 
 ROUNDS = 300
+TRIES = 200
+"""Of runs until all threads take part: each has less than a millisecond to arrive, and may need a processor first."""
 
 
 @njit(**OPTIONS)
@@ -32,14 +34,18 @@ def work(sync, wanted, marks, wrong):
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_no_thread_passes_a_barrier_before_all_have_reached_it(threads: int) -> None:
-    sync, marks, wrong = new_sync(), np.zeros(16 * threads, np.int64), np.zeros(threads, np.int64)
-    work(new_sync(), 1, marks.copy(), wrong.copy())  # compiled before the threads start
+    work(new_sync(), 1, np.zeros(16, np.int64), np.zeros(1, np.int64))  # compiled before the threads start
     with ThreadPoolExecutor(threads) as pool:
-        found = [f.result() for f in [pool.submit(work, sync, threads, marks, wrong) for _ in range(threads)]]
-    arrived = [thread_id for thread_id, _ in found if thread_id >= 0]
-    assert sorted(arrived) == list(range(len(arrived))) and arrived
-    assert {num_threads for thread_id, num_threads in found if thread_id >= 0} == {len(arrived)}
-    assert not wrong.any()
+        for _ in range(TRIES):
+            sync, marks, wrong = new_sync(), np.zeros(16 * threads, np.int64), np.zeros(threads, np.int64)
+            found = [f.result() for f in [pool.submit(work, sync, threads, marks, wrong) for _ in range(threads)]]
+            arrived = [thread_id for thread_id, _ in found if thread_id >= 0]
+            assert sorted(arrived) == list(range(len(arrived))) and arrived
+            assert {num_threads for thread_id, num_threads in found if thread_id >= 0} == {len(arrived)}
+            assert not wrong.any()
+            if len(arrived) == threads:
+                return
+    pytest.fail(f"in {TRIES} runs the {threads} threads were never all there")
 
 
 def test_the_first_thread_stops_waiting_and_late_threads_return() -> None:

@@ -16,13 +16,14 @@ from instructors.trial.attempts import ATTEMPTS, GOOD, TARGET, Attempt
 from instructors.trial.bundle import NotBundled, bundle
 from instructors.trial.class_of_200 import ROOT, _bytes, _solved
 from instructors.trial.shapes import SAME_MEANING, text, unreadable, with_cell
-from minillm.errors import UnsupportedError
+from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
 from minillm.teaching.grading.one_submission import LIKELY, Grader, Rules
 from minillm.teaching.grading.student_process import MODES, StudentProcess
 from minillm.teaching.guard import GIB, Limits
 from minillm.teaching.registry import find
+from tests.teaching.grading.isolation import possible
 
 SECOND = "02_kv_cache"
 RULES = Rules(limits=Limits(seconds=3.0, memory=GIB // 2), wall_seconds=40.0)
@@ -36,10 +37,9 @@ LIKELY_CAUSES = ("factor is not defined", "calls itself endlessly")
 
 
 def process_in(mode: str) -> StudentProcess:
-    try:
-        return StudentProcess(0, mode)
-    except UnsupportedError as problem:
-        pytest.skip(f"{mode} is not possible here: {problem}")
+    if not possible(mode):
+        pytest.skip(f"{mode} is not possible here")
+    return StudentProcess(0, mode)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,13 @@ def places(tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         yield {"root": ROOT, "submissions": folder / "submissions", "out": folder / "out", "port": port}
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+def test_the_strongest_mode_that_is_possible_here_is_chosen():
+    strongest = next(mode for mode in ("namespaces", "landlock", "limits") if possible(mode))
+    with StudentProcess(0, "") as process:
+        assert process.mode == strongest, process.refused
 
 
 def graded(grader: Grader, notebook: dict, file: str = "x.ipynb") -> Submission:
@@ -98,6 +105,34 @@ def test_a_notebook_is_graded_on_its_own_lesson_of_those_that_are_asked_for(grad
     assert graded(asked, _solved(SECOND)).lessons == ["l02"]
     other = Grader(grader.process, replace(RULES, lessons=("l06",)))
     assert graded(other, _solved(SECOND)).lessons == ["l06"], "it has no function of it"
+
+
+def test_a_case_that_only_the_grader_tries_is_marked_as_hidden(grader: Grader):
+    """A table of the answers to the visible cases, and a function that is wrong in a visible case."""
+    visible = AnswerKey(find("l02.next_capacity"))
+    table = {case.args: visible.expected(index) for index, case in enumerate(visible.cases)}
+    parameters = "capacity, past, num_new, every"
+    cheats = f"TABLE = {table!r}\n\n\ndef next_capacity({parameters}):\n    return TABLE.get(({parameters}), (0, 0))"
+    wrong = f"def next_capacity({parameters}):\n    return 0, 0"
+    asked = Grader(grader.process, replace(RULES, secret=b"a secret of a test"))
+    grades = [
+        grade_of(graded(by, with_cell(_solved(SECOND), "next_capacity", source)), "l02.next_capacity")
+        for by, source in ((asked, cheats), (grader, cheats), (asked, wrong))
+    ]
+    assert [(grade.status, grade.hidden) for grade in grades] == [
+        (Status.FAILED, True),
+        (Status.PASSED, False),
+        (Status.FAILED, False),
+    ]
+    assert grades[0].case.startswith("hidden case") and not grades[2].case.startswith("hidden case")
+
+
+@pytest.mark.parametrize(("body", "interrupted"), [("os.kill(os.getpid(), 9)", True), ("os._exit(1)", False)])
+def test_a_process_that_was_killed_is_told_from_one_that_ended(grader: Grader, body: str, interrupted: bool):
+    """Who killed it is not known; if it was the system, for want of memory, another run may give another grade."""
+    submission = graded(grader, with_cell(_solved(SECOND), TARGET, Attempt("ends itself", body).cell()))
+    got = grade_of(submission, f"l02.{TARGET}")
+    assert (got.status, got.interrupted, submission.interrupted) == (Status.CRASHED, interrupted, interrupted)
 
 
 def test_the_documentation_has_the_status_and_the_words_of_every_attempt():
@@ -168,6 +203,7 @@ def test_a_mistake_is_told_in_the_words_of_the_notebook_s_own_check(grader: Grad
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     exercise = find(name)
     lesson = next(path.stem for path in (ROOT / "solutions").glob(f"{name[1:3]}_*.py"))
+    compared = 0
     for wrong in exercise.wrong[:5]:
         try:
             source = bundle(wrong.function, exercise.function_name)
@@ -182,6 +218,8 @@ def test_a_mistake_is_told_in_the_words_of_the_notebook_s_own_check(grader: Grad
         assert (got.case, got.problem, got.cause) == (shown.label, shown.problem, shown.cause)
         assert (got.expected, got.passed_cases) == (shown.expected, here.num_passed)
         assert got.mistake == (wrong.description if shown.cause == LIKELY + wrong.description else "")
+        compared += 1
+    assert compared
 
 
 def test_no_submission_finds_what_another_has_left(grader: Grader):

@@ -84,6 +84,28 @@ def test_a_helper_of_the_same_cell_comes_before_a_later_one_of_the_same_name():
         assert loaded(*order, name="g")[0](1) == 0
 
 
+def test_of_helpers_in_other_cells_the_nearest_one_before_counts():
+    """A notebook's own check has seen that one; a lesson may define another helper of the same name later."""
+    one, two, three = (f"def helper(x):\n    return x + {n}" for n in (10, 20, 30))
+    f, stub = "def f(x):\n    return helper(x)", "def helper(x):\n    raise NotImplementedError"
+    for cells, value in (
+        ((one, two, f, three), 20),
+        ((one, two, stub, f, three), 20),
+        ((two, "helper = abs", f, three), 1),
+        ((stub, f, one, two), 20),
+        ((f, three, one), 10),
+        (("from math import floor as helper", f, three), 30),
+    ):
+        function, program = loaded(*cells)
+        assert function(0 if value != 1 else -1) == value, cells
+        assert program.notes == []
+
+
+def test_a_wrapped_helper_is_the_nearest_one_before_too():
+    wrapped = ("def g(x):\n    return x + 1", "g = twice(g)", "def f(x):\n    return g(x)", "def g(x):\n    return 0")
+    assert loaded("def twice(h):\n    return lambda x: 2 * h(x)", *wrapped)[0](4) == 10
+
+
 def test_an_import_of_the_same_name_does_not_replace_what_was_written():
     function, _ = loaded("def floor(x):\n    return x", "from math import floor", name="floor")
     assert function(2.5) == 2.5

@@ -6,13 +6,17 @@ import csv
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
 import pytest
+from msgspec.structs import replace as with_fields
 
+from instructors.trial.bundle import bundle
 from instructors.trial.class_of_200 import ROOT
 from minillm.cli import main
 from minillm.errors import ConfigError
@@ -21,6 +25,8 @@ from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
 from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.grading.reports import gradescope, page, summary, tables
 from minillm.teaching.grading.reports.names import file_name
+from minillm.teaching.guard import GIB, Limits
+from minillm.teaching.registry import find
 from tests.teaching import slow_tasks
 
 NASTY = "=cmd|' /C calc'!A0 <script>alert(1)</script> & \x00\x1b[31m"
@@ -82,6 +88,13 @@ def test_gradescope_gets_a_test_per_exercise_and_a_score_without_any(graded):
     assert [(test["score"], test["max_score"]) for test in results["tests"]] == [(0, 1), (1, 1)]
     assert all(test["status"] in ("passed", "failed") for test in results["tests"])
     assert json.loads(gradescope.results(graded[3]))["score"] == 0
+
+
+def test_gradescope_shows_a_hidden_case_after_the_due_date_only():
+    failed = [exercise(f"l02.{name}", Status.FAILED, hidden=hidden) for name, hidden in (("a", True), ("b", False))]
+    submission = Submission(student="x", file="x.ipynb", key="k", status=Status.FAILED, exercises=failed)
+    tests = json.loads(gradescope.results(submission))["tests"]
+    assert [test["visibility"] for test in tests] == ["after_due_date", "visible"]
 
 
 class _Page(HTMLParser):
@@ -157,6 +170,82 @@ def test_a_second_run_grades_only_what_is_new(tmp_path, capsys, monkeypatch):
     assert main(["grade", str(submissions), "--out", str(out)]) == 0
     assert started == []
     assert (out / "grades.csv").read_text() == first
+
+
+STORED = Rules(Limits(seconds=3.0, memory=GIB), wall_seconds=40.0, lessons=("l02",), secret=b"a secret of a test")
+CHANGES: dict[str, dict[str, object]] = {
+    "seconds": {"rules": replace(STORED, limits=Limits(seconds=4.0, memory=GIB))},
+    "memory": {"rules": replace(STORED, limits=Limits(seconds=3.0, memory=2 * GIB))},
+    "wall_seconds": {"rules": replace(STORED, wall_seconds=41.0)},
+    "lessons": {"rules": replace(STORED, lessons=("l02", "l03"))},
+    "secret": {"rules": replace(STORED, secret=b"a secret of another test")},
+    "mode": {"mode": "limits"},
+    "contents": {"text": "x = 2\n"},
+    "version": {"version": "0.0.1"},
+}
+
+
+class Counted:
+    """In place of graders: each file passes, and is counted."""
+
+    def __init__(self, **grade: object) -> None:
+        self.graded: list[str] = []
+        self.grade = grade
+
+    def __call__(self, tasks: list[batch.Task], rules: Rules, mode: str) -> Iterator[tuple[int, Submission]]:
+        for number, file, key in tasks:
+            self.graded.append(file.name)
+            named = {"student": file.student, "file": file.name, "key": key}
+            yield number, Submission(**named, status=Status.PASSED, **self.grade)
+
+
+def test_every_rule_is_changed_here():
+    assert {f.name for kind in (Rules, Limits) for f in fields(kind)} - {"limits"} <= set(CHANGES)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_grade_is_kept_until_something_that_it_depends_on_changes(change: str, tmp_path, monkeypatch):
+    submissions, count = tmp_path / "submissions", Counted()
+    submissions.mkdir()
+
+    def run(rules: Rules = STORED, mode: str = "", text: str = "x = 1\n", version: str = batch.__version__):
+        (submissions / "alice.py").write_text(text)
+        monkeypatch.setattr(batch, "__version__", version)
+        batch.grade_all(batch.find(submissions), tmp_path / "out", rules, mode=mode, graders=count)
+        return len(count.graded)
+
+    assert [run(), run(), run(**CHANGES[change]), run(**CHANGES[change]), run()] == [1, 1, 2, 2, 2]
+
+
+def test_a_grade_that_was_interrupted_is_not_kept(tmp_path):
+    """The machine may have been busy, or short of memory."""
+    (tmp_path / "submissions").mkdir()
+    (tmp_path / "submissions" / "alice.py").write_text("x = 1")
+    files = batch.find(tmp_path / "submissions")
+    for interrupted, times in ((True, 1), (True, 1), (False, 1), (False, 0)):
+        count = Counted(interrupted=interrupted)
+        batch.grade_all(files, tmp_path / "out", STORED, graders=count)
+        assert len(count.graded) == times
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+def test_several_processes_give_the_grades_of_one(tmp_path):
+    """Two workers, each with a process for submissions of its own."""
+    wanted = find("l02.best_r")
+    for student, function in (("ann", wanted.reference), ("bob", wanted.wrong[0].function)):
+        (tmp_path / student).mkdir()
+        (tmp_path / student / "02.py").write_text(bundle(function, "best_r"))
+    files = batch.find(tmp_path)
+    one, two = (batch.grade_all(files, tmp_path / f"{jobs} jobs", STORED, jobs) for jobs in (1, 2))
+    without_times = [
+        [(s.student, s.file, s.key, s.isolation, [with_fields(e, seconds=0.0) for e in s.exercises]) for s in each]
+        for each in (one, two)
+    ]
+    assert without_times[0] == without_times[1]
+    assert [[e.status for e in s.exercises if e.exercise == wanted.name] for s in two] == [
+        [Status.PASSED],
+        [Status.FAILED],
+    ]
 
 
 def test_after_an_interrupt_no_further_file_is_graded(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from minillm.errors import UnsupportedError
 from minillm.teaching.frames import BrokenMessageError
 from minillm.teaching.grading import messages, student_process
 from minillm.teaching.grading.messages import Answered, Loaded, Message, Messages, pack
@@ -58,6 +59,38 @@ def test_a_template_that_is_stuck_or_taken_over_is_ended(
     assert not reached.exists()
 
 
+CHOOSY = """
+import socket, sys, time
+control, mode = socket.socket(fileno=int(sys.argv[1])), sys.argv[5]
+control.send(b"ready" if mode in {works!r} else b"no " + mode.encode())
+time.sleep(1_000)
+"""
+"""A template that starts in some modes only."""
+
+
+@pytest.mark.parametrize(
+    ("works", "refused"),
+    [
+        (("namespaces", "landlock", "limits"), []),
+        (("landlock", "limits"), ["namespaces"]),
+        (("namespaces", "limits"), []),
+        (("limits",), ["namespaces", "landlock"]),
+    ],
+    ids=str,
+)
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+def test_the_first_mode_that_starts_is_taken_and_what_the_others_said_is_kept(
+    works: tuple[str, ...], refused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "template.py").write_text(CHOOSY.format(works=works))
+    monkeypatch.setattr(student_process, "__file__", str(tmp_path / "student_process.py"))
+    with StudentProcess(0, "") as process:
+        assert (process.mode, process.refused) == (works[0], {mode: f"no {mode}" for mode in refused})
+    for mode in refused:
+        with pytest.raises(UnsupportedError, match=f"can be started: no {mode}"):
+            StudentProcess(0, mode)
+
+
 def framed(message: Message) -> bytes:
     data = pack(message)
     return len(data).to_bytes(4, "big") + data
@@ -96,23 +129,34 @@ def test_a_malformed_message_ends_the_job(data: bytes) -> None:
 
 
 FOUR_PROCESSES = """
-import os, signal, sys
+import mmap, os, signal, sys
 ballast = bytearray(b"x") * (200 << 20)
 if os.fork() == 0:
     for _ in range(4):
         if os.fork() == 0:
-            own = bytearray(b"x") * (int(sys.argv[1]) << 20)
+            size = int(sys.argv[1]) << 20
+            if sys.argv[2] == "private":
+                own = bytearray(b"x") * size
+            else:
+                file = os.memfd_create("own") if sys.argv[2] == "memfd" else -1
+                if file >= 0:
+                    os.ftruncate(file, size)
+                own = mmap.mmap(file, size, mmap.MAP_SHARED)
+                own.write(bytes(size))
             print(flush=True)
             signal.pause()
 signal.pause()
 """
-"""A template of more than 200 MiB, and a setup process with four below it, which have so many MiB of their own."""
+"""A template of more than 200 MiB, and a setup process with four below it, which have so many MiB of their own: private
+ones, or shared mappings without a name or of a file in memory."""
 
 
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+@pytest.mark.parametrize("kind", ["private", "shared", "memfd"])
 @pytest.mark.parametrize(("own", "stopped"), [(1, ""), (100, "memory: its processes used more than 0.3 GiB together")])
-def test_what_processes_have_from_the_fork_is_not_counted_for_each(own: int, stopped: str) -> None:
+def test_what_processes_have_from_the_fork_is_not_counted_for_each(own: int, stopped: str, kind: str) -> None:
     most = int(0.3 * (1 << 30))
-    command = [sys.executable, "-c", FOUR_PROCESSES, str(own)]
+    command = [sys.executable, "-c", FOUR_PROCESSES, str(own), kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as template:
         try:
             assert template.stdout is not None
