@@ -43,9 +43,9 @@ class Headline:
 
 
 HEADLINES = (
-    Headline("decoding, fp32", "decode", "minillm fp32", ("transformers fp32", "llama.cpp f32")),
-    Headline("decoding, int8", "decode", "minillm int8", ("transformers fp32", "llama.cpp Q8_0")),
-    Headline("decoding, w8a8", "decode", "minillm w8a8", ("transformers fp32", "llama.cpp Q8_0")),
+    Headline("decoding, fp32", "decode", "minillm fp32", ("transformers fp32 compiled", "llama.cpp f32")),
+    Headline("decoding, int8", "decode", "minillm int8", ("transformers fp32 compiled", "llama.cpp Q8_0")),
+    Headline("decoding, w8a8", "decode", "minillm w8a8", ("transformers fp32 compiled", "llama.cpp Q8_0")),
     Headline(
         "with the draft model, fp32", "decode", "minillm fp32 + draft", ("minillm fp32", "transformers fp32 assisted")
     ),
@@ -61,13 +61,13 @@ HEADLINES = (
         "32 requests, 8 at a time, fp32",
         "batch",
         "minillm continuous",
-        ("transformers padded batch", "vLLM CPU", "minillm static"),
+        ("transformers generate_batch", "vLLM CPU", "minillm static"),
     ),
     Headline(
         "32 requests, all at a time, fp32",
         "batch",
         "minillm continuous, 32 seats",
-        ("transformers padded batch, 32 seats", "vLLM CPU, 32 seats"),
+        ("transformers generate_batch", "vLLM CPU, 32 seats"),
     ),
     Headline("HTTP server, 32 clients, fp32", "serve", "server", ("offline", "vLLM server")),
     Headline("0.4B: decoding, bf16", "decode_0.4b", "minillm bf16", ("transformers bf16", "llama.cpp bf16")),

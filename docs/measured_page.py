@@ -83,7 +83,8 @@ SECTIONS = (
     Section(
         "decode",
         "Decoding, batch 1",
-        "Greedy, the bundled model, held-out prompts, 128 new tokens each, prefill left out. `int8` quantises the "
+        "Greedy, the bundled model, held-out prompts, 128 new tokens each, prefill left out, except that of the draft "
+        "model. `int8` quantises the "
         "weights of the layers and of the unembedding (and rounds their inputs to 16 bits), `w8a8` also the inputs of "
         "the layers' linears, llama.cpp's Q8_0 all weights and inputs, and `int4` only the layers' weights. `+ draft` "
         "is the draft model, quantised to w8a8, with four drafts per round; `+ ngram` drafts the four tokens that "
@@ -120,7 +121,12 @@ SECTIONS = (
         derived=shared_processors,
     ),
     Section(
-        "prefill", "Prefill", "Prompt tokens until the first new token.", *PROMPT, partial(prefill_peers, "prefill")
+        "prefill",
+        "Prefill",
+        "Prompt tokens until the first new token. Now and then minillm tries one thread in place of two; such a run "
+        "takes twice as long, and counts like the others.",
+        *PROMPT,
+        partial(prefill_peers, "prefill"),
     ),
     Section(
         "latency",
@@ -274,8 +280,8 @@ def measured(begin: str, parts: Iterable[Section] = SECTIONS) -> str:
 {begin.strip()}
 
 `minillm bench` alternates between the systems within one run, with the same weights, prompts and threads. A ratio is
-the median over pairs of runs of the same round, with the lowest and highest in brackets. An absolute number holds only
-for its machine, and other work shared these machines, so the spreads are wide. A system has a line for each prompt
-length.
+the median over pairs of runs of the same round. In brackets is where the true median lies with a probability of 95%, or
+from fewer than six rounds the lowest and the highest. An absolute number holds only for its machine, and other work
+shared these machines. A system has a line for each prompt length.
 """
     return "\n".join([head, *map(section, parts), speculation(_how), ablations(_how), kernels()])

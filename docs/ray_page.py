@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from results import EARLIER, Result, is_of_bundled_weights, load, row_of
+from results import EARLIER, Result, is_of_bundled_weights, load, revision, row_of
 
 BLOCKS_PER_REPLICA = 1 << 16
 """That the router remembers, unless it is told otherwise (`minillm.cluster.prefix_table`)."""
@@ -42,17 +42,24 @@ def cluster_tables() -> str:
     line(one, [f"{replica['tokens_per_s']:,.0f}"])
     every = "tokens/s, if every replica has two processors and nothing else is a limit"
     line(every, [f"{replica['tokens_per_s'] / 1000:.1f} million"])
+    length = sum(load("batch")["config"]["new_tokens"]) / load("batch")["config"]["requests"]
+    speed = replica["tokens_per_s"] / length
+    line(f"requests/s of one such engine, {length:.0f} new tokens each on average", [f"{speed:,.0f}"])
     through = "requests/s of one gateway and proxy, a processor each, with a choice among 1,000"
     line(through, [f"{1000 / max(proxy_ms, gateway_ms):,.0f}"])
-    needed = REQUESTS_PER_REPLICA * 1000 * (proxy_ms + gateway_ms) / 1000
-    line(f"processors for gateways and proxies at {REQUESTS_PER_REPLICA} request/s per replica", [f"{needed:,.0f}"])
+    for requests, words in ((REQUESTS_PER_REPLICA, "request/s"), (speed, "requests/s")):
+        needed = requests * 1000 * (proxy_ms + gateway_ms) / 1000
+        line(f"processors for gateways and proxies at {requests:,.0f} {words} per replica", [f"{needed:,.0f}"])
     share = f"memory of a gateway's table, {BLOCKS_PER_REPLICA:,} blocks per replica"
     line(share, [f"{1000 * table_bytes / 2**30:.1f} GiB"])
     together = 1000 * rows[-1]["replica_bytes"] / 2**30
     line(f"memory of the replicas together, {blocks} cache blocks each", [f"{together:,.0f} GiB"])
     machine = found["hardware"]["cpu"]["name"]
     weights = "" if is_of_bundled_weights("failover") else f", {EARLIER}"
-    about = f"Ray {found['versions']['ray']}, one run, {machine}{weights}. `benchmarks/failover.json`."
+    about = (
+        f"Ray {found['versions']['ray']}, one run, {machine}{weights}, revision {revision(found)}. "
+        "`benchmarks/failover.json`."
+    )
     return "\n".join(lines) + f"\n\n{about}\n"
 
 

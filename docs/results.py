@@ -47,8 +47,9 @@ def revision(result: Result) -> str:
 
 
 def ratio(row: Result) -> str:
-    """The speed over the baseline, with its spread."""
-    median, low, high = (f"{row[key]:.{1 if row[key] >= 10 else 2}f}" for key in ("ratio", "ratio_min", "ratio_max"))
+    """The speed over the baseline, with the interval of its median; without one, with the lowest and the highest."""
+    bounds = row.get("interval") or (row["ratio_min"], row["ratio_max"])
+    median, low, high = (f"{value:.{1 if value >= 10 else 2}f}" for value in (row["ratio"], *bounds))
     return f"{median}× ({low} to {high})"
 
 

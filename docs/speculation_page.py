@@ -14,6 +14,8 @@ CLOSE = 0.15
 """A prediction counts as close within this share of the measured speed-up."""
 GOAL = 0.97
 """The least speed that adaptive drafting should have."""
+FAR = 0.1
+"""A speed-up counts as unsteady if it differs by more from the quotient of the median speeds."""
 FEW_DRAFTS = 0.03
 """Below this share of steps with drafts, adaptive drafting counts as resting."""
 
@@ -23,7 +25,8 @@ def speculation(how: Callable[[str, Result], str]) -> str:
     result = load("speculation")
     rows, again = _lines(result)
     parts = [_head(result, rows), how("speculation", result), *_by_method(rows), _by_text(rows)]
-    parts += [_prediction(rows), _noise(rows, again), _resting(rows), _larger(load("speculation_0.4b"), how)]
+    parts += [_prediction(rows), f"{_noise(rows, again)} {_unsteady(result, rows)}", _resting(rows)]
+    parts += [_larger(load("speculation_0.4b"), how)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -46,24 +49,41 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
     return (
         "## Drafting methods\n\n"
         f"{at['num_speculative_tokens']} drafts per round, greedy, {at['new_tokens']} new tokens, over plain decoding "
-        f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
+        f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. A kind has "
+        f"{at['prompts_per_slice']} prompts; several requests at a time are these prompts, repeated. {equal} Speed-ups "
         "are means over the kinds of text, with the lowest and the highest in brackets. What counts is the time of "
         "the steps in which all requests decode; one that ends makes room for the next. `adaptive`, the "
         "default, drafts as many tokens as it predicts to pay, and rests where that loses. `likely draft_model` ends a "
         "chain where the product of the draft model's probabilities falls below 0.1, and `suffix or draft_model` asks "
-        f"such a draft model where suffix decoding finds fewer than three tokens.{_left_out(rows)}"
+        "such a draft model where suffix decoding finds fewer than three tokens. Each number of requests was measured "
+        f"in a run of its own{_other_revisions(result)}.{_fewer_texts(rows, slices)}"
     )
 
 
-def _left_out(rows: Sequence[Result]) -> str:
-    """Which kinds of text were not measured with all weights and batches."""
-    seen = {(at["slice"], at["weights"], at["batch"]) for row in rows for at in (row["config"],)}
-    slices, weights, batches = (sorted(set(column)) for column in zip(*seen, strict=True))
-    missing = []
-    for kind, batch in itertools.product(weights, batches):
-        if absent := [name for name in slices if (name, kind, batch) not in seen]:
-            missing.append(f"{', '.join(absent)} with {kind} weights and {batch} together")
-    return f" Not measured: {'; '.join(missing)}." if missing else ""
+def _other_revisions(result: Result) -> str:
+    """Which numbers of requests were measured at another revision than that of the whole result."""
+    others: dict[str, list[str]] = {}
+    for batch, revision in result["config"]["revisions"].items():
+        if revision != result["revision"]:
+            others.setdefault(revision, []).append(batch)
+    return "".join(f", with {' and '.join(batches)} at revision {revision}" for revision, batches in others.items())
+
+
+def _fewer_texts(rows: Sequence[Result], slices: Sequence[str]) -> str:
+    """Which columns are means over some of the kinds of text only."""
+    notes = []
+    weights = list(dict.fromkeys(row["config"]["weights"] for row in rows))
+    for batch in sorted({row["config"]["batch"] for row in rows}):
+        measured: dict[str, list[str]] = {}
+        for kind in weights:
+            at = [r["config"] for r in rows if (r["config"]["batch"], r["config"]["weights"]) == (batch, kind)]
+            names = ", ".join(name for name in slices if name in {config["slice"] for config in at})
+            measured.setdefault(names, []).append(kind)
+        for names, kinds in measured.items():
+            if names != ", ".join(slices):
+                some = "" if kinds == weights else f" ({', '.join(kinds)})"
+                notes.append(f" The columns for {batch} requests{some} are means over {names} alone.")
+    return "".join(notes)
 
 
 def _which(rows: Sequence[Result]) -> str:
@@ -98,11 +118,12 @@ def _mean(rows: Sequence[Result]) -> str:
 
 
 def _by_text(rows: Sequence[Result]) -> str:
-    """The fastest method for each kind of text, one request."""
+    """The fastest method for each kind of text, one request, and how many others may be as fast."""
     alone = [row for row in rows if row["config"]["batch"] == 1]
     kinds = list(dict.fromkeys(row["config"]["weights"] for row in alone))
     lines = [
-        "The fastest method by kind of text, for one request, with its tokens per forward of the target (τ):\n",
+        "The fastest method by kind of text, for one request, with the 95% interval of its speed-up, its tokens per "
+        "forward of the target (τ), and the number of other lines whose interval overlaps this one:\n",
         *table_head(["text", *kinds]),
     ]
     for text in dict.fromkeys(row["config"]["slice"] for row in alone):
@@ -110,7 +131,8 @@ def _by_text(rows: Sequence[Result]) -> str:
         for weights in kinds:
             here = [r for r in alone if (r["config"]["slice"], r["config"]["weights"]) == (text, weights)]
             best = max(here, key=lambda row: row["ratio"])
-            cells.append(f"{best['ratio']:.2f}×, {best['system']} (τ {best['config']['tau']:.2f})")
+            close = sum(row["interval"][1] >= best["interval"][0] for row in here) - 1
+            cells.append(f"{ratio(best)} {best['system']}, τ {best['config']['tau']:.2f}; {close} others")
         lines.append(f"| {text} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -124,8 +146,9 @@ def _prediction(rows: Sequence[Result]) -> str:
     below, surely = sum(row["ratio"] < GOAL for row in adaptive), sum(row["interval"][1] < GOAL for row in adaptive)
     slowest, worst = (min(group, key=lambda row: row["ratio"]) for group in (adaptive, fixed))
     return (
-        "Modelled: τ / (s (c + v) + 1 - s), with the measured τ, share of steps with drafts (s), and costs of drafting "
-        "(c) and of the rest of such a step (v), is within "
+        "Modelled: τ / (s (c + v) + 1 - s), with τ, the share of steps with drafts (s), and the costs of drafting (c) "
+        "and of the rest of such a step (v), all measured in the same runs as the speed-up. So this tells whether the "
+        "four explain the speed-up, not whether it could be known before. It is within "
         f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines, and at most {max(errors):.0%} from "
         f"it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest adaptive one "
         f"{_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×, {surely} of them with their "
@@ -135,8 +158,17 @@ def _prediction(rows: Sequence[Result]) -> str:
 
 def _noise(rows: Sequence[Result], again: Sequence[Result]) -> str:
     """How much of that is noise."""
-    width = statistics.median((row["interval"][1] - row["interval"][0]) / 2 for row in rows)
-    text = f"The 95% interval of a line's speed-up is ±{width:.2f}× (median)."
+    widths: dict[int, list[float]] = {}
+    for row in rows:
+        widths.setdefault(row["config"]["batch"], []).append((row["interval"][1] - row["interval"][0]) / 2)
+    told = ", ".join(
+        f"±{statistics.median(own):.2f}× for {batch} request{'s' * (batch > 1)}"
+        for batch, own in sorted(widths.items())
+    )
+    text = (
+        f"The 95% interval of a line's speed-up is {told} (median). From six rounds, as with 16 requests, it reaches "
+        "from the lowest to the highest."
+    )
     if not again:
         return text
     below, lowest = sum(row["ratio"] < GOAL for row in again), min(row["ratio"] for row in again)
@@ -144,6 +176,21 @@ def _noise(rows: Sequence[Result], again: Sequence[Result]) -> str:
     return (
         f"{text} Plain decoding, measured in each round as if it were a method, is below {GOAL}× in {below} of "
         f"{len(again)} lines, {surely} of them with their whole interval, its slowest one at {lowest:.2f}×."
+    )
+
+
+def _unsteady(result: Result, rows: Sequence[Result]) -> str:
+    """In how many lines the machine's speed changed so much that two ways to compare speeds disagree."""
+
+    def run(row: Result) -> tuple[Any, ...]:
+        return tuple(row["config"][key] for key in ("weights", "batch", "slice"))
+
+    plain = {run(row): row["tokens_per_s"] for row in result["rows"] if not row["baseline"]}
+    gaps = [abs(row["ratio"] / (row["tokens_per_s"] / plain[run(row)]) - 1) for row in rows]
+    far = sum(gap > FAR for gap in gaps)
+    return (
+        f"In {far} of {len(rows)} lines the speed-up, which compares neighbouring runs, differs by more than {FAR:.0%} "
+        "from the quotient of the median speeds: there the machine's speed changed."
     )
 
 
@@ -171,7 +218,8 @@ def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
     counted = "" if same else " The whole time of a run counts, with the last tokens of each prompt."
     lines = [
         "At 0.4 billion parameters, w8a8, one request. Weights are random, so drafts are accepted at about the rates "
-        f"of the bundled pair (`synthetic`), whatever the text.{counted} `modelled` is as above.\n",
+        f"of the bundled pair (`synthetic`), whatever the text: what differs between texts is noise.{counted} "
+        "`modelled` is as above.\n",
         *table_head(["text", "method", "speed-up", "modelled", "τ", "c", "v"]),
     ]
     for row in rows:

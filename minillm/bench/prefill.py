@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LENGTHS, LARGE_LENGTHS = (128, 512, 1000), (512, 1000, 4000)
-ROUNDS = 7
+ROUNDS = 15
 FP32, BF16 = "transformers fp32", "transformers bf16"
 BUNDLED: dict[str, tuple[str, ...]] = {
     FP32: (),
