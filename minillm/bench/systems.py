@@ -188,10 +188,10 @@ def decode_system(name: str, workload: Workload, baseline: str | tuple[str, ...]
 
     def run() -> list[list[int]]:
         last[:] = [completer.complete(prompt, workload.new_tokens) for prompt in workload.prompts]
-        every.extend(last)
         return [completion.token_ids for completion in last]
 
     def counted() -> Counted:
+        every.extend(last)
         num_tokens = sum(c.num_decoded for c in last)
         if num_tokens == 0:  # a round of assisted generation may give them all
             raise ConfigError(

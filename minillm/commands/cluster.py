@@ -140,7 +140,10 @@ def _serve(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _stop)  # before anything is started, and after the import of Ray, which sets one too
     with ray_session(args.address), serving(settings, args.host, args.port) as url:
         print(f"minillm serves {args.replicas} replicas of {args.model} at {url}/v1", flush=True)
-        Event().wait()
+        try:
+            Event().wait()
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after Ctrl-C, too, everything is stopped
     return 0
 
 

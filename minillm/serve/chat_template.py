@@ -59,7 +59,7 @@ class ChatTemplate:
                 "with --chat-template FILE"
             )
         variables = body.chat_template_kwargs or {}
-        for name in ("messages", *signature(self._hf.apply_chat_template).parameters):
+        for name in ("self", "messages", "conversations", *signature(self._hf.apply_chat_template).parameters):
             if name in variables:
                 raise ApiError(
                     f"chat_template_kwargs has {name!r}; it is for the template's own variables, such as "

@@ -23,11 +23,17 @@ GUARDED = "/v1"
 
 def install_checks(app: FastAPI, settings: ServerSettings) -> None:
     """Let `app` check every request. What is added last runs first: a browser asks whether its page's origin is allowed
-    without a key, and must be able to read every refusal."""
+    without a key, and its page can read every refusal. (An unexpected error of this server it cannot read.)"""
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(KeyCheck, keys=settings.api_keys)
-    app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["Retry-After"],
+    )
 
 
 class KeyCheck:

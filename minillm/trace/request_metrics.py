@@ -58,7 +58,7 @@ class RequestMetrics:
 
     @property
     def queue_time(self) -> float | None:
-        """Seconds from arrival to the first forward."""
+        """Seconds from arrival to the beginning of the first step."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property

@@ -183,7 +183,7 @@ def test_what_was_given_reaches_the_workers(job: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to send")
-@pytest.mark.parametrize("when", ["ray", "serve", "serves"])
+@pytest.mark.parametrize("when", ["ray", "serve", "serves", "Ctrl-C"])
 def test_sigterm_stops_what_was_started_even_before_it_serves(
     application: ModuleType, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -201,6 +201,8 @@ def test_sigterm_stops_what_was_started_even_before_it_serves(
 
     class Waiting(Event):
         def wait(self, timeout: float | None = None) -> bool:
+            if when == "Ctrl-C":
+                raise KeyboardInterrupt
             signal.raise_signal(signal.SIGTERM)
             return super().wait(timeout=1)
 
@@ -208,9 +210,13 @@ def test_sigterm_stops_what_was_started_even_before_it_serves(
     monkeypatch.setattr(application, "serving", partial(starting, "serve"))
     monkeypatch.setattr(cluster, "Event", Waiting)
     signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has no handler yet"))
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["cluster", "serve", "minicoder", "--address", "auto"])
-    assert stopped.value.code == 0
+    words = ["cluster", "serve", "minicoder", "--address", "auto"]
+    if when == "Ctrl-C":
+        assert cli.main(words) == 130
+    else:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(words)
+        assert stopped.value.code == 0
     assert ended == (["ray"] if when == "ray" else ["serve", "ray"])
 
 

@@ -212,7 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
         pool = self.llm.engine.pool
         cached, used = len(pool.cached_blocks), pool.num_used
         assert self.llm.reset_prefix_cache() is not bool(used)
-        assert pool.num_cached == (cached if used else 0)
+        assert len(pool.cached_blocks) == (cached if used else 0)
         self.seen["blocks forgotten by a reset"] += cached
         pool.evict_cached()
         self.after_any_event()

@@ -246,15 +246,15 @@ def test_caching_can_be_switched_off(tiny: TinyPair) -> None:
     llm = LLM(str(tiny.target), block_size=4, enable_prefix_caching=False)
     for _ in range(2):
         assert llm.generate(TEXT, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
-    assert llm.engine.pool.num_cached == 0
+    assert not llm.engine.pool.cached_blocks
 
 
 def test_the_cache_can_be_emptied(tiny: TinyPair) -> None:
     llm = LLM(str(tiny.target), block_size=4)
     llm.generate(TEXT, GREEDY, use_tqdm=False)
-    assert llm.engine.pool.num_cached
+    assert llm.engine.pool.cached_blocks
     llm.reset_prefix_cache()
-    assert not llm.engine.pool.num_cached
+    assert not llm.engine.pool.cached_blocks
     assert llm.generate(TEXT, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
 
