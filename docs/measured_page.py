@@ -124,7 +124,7 @@ SECTIONS = (
         "prefill",
         "Prefill",
         "Prompt tokens until the first new token. Now and then minillm tries one thread in place of two; such a run "
-        "takes twice as long, and counts like the others.",
+        "takes about twice as long, and counts like the others.",
         *PROMPT,
         partial(prefill_peers, "prefill"),
     ),

@@ -132,7 +132,8 @@ def _by_text(rows: Sequence[Result]) -> str:
             here = [r for r in alone if (r["config"]["slice"], r["config"]["weights"]) == (text, weights)]
             best = max(here, key=lambda row: row["ratio"])
             close = sum(row["interval"][1] >= best["interval"][0] for row in here) - 1
-            cells.append(f"{ratio(best)} {best['system']}, τ {best['config']['tau']:.2f}; {close} others")
+            others = f"{close} other{'s' * (close != 1)}"
+            cells.append(f"{ratio(best)} {best['system']}, τ {best['config']['tau']:.2f}; {others}")
         lines.append(f"| {text} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
