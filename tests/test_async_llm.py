@@ -8,7 +8,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from minillm.errors import (
 )
 from minillm.trace import RequestAdded, RequestFinished
 from tests.conftest import TinyPair
+from tests.held_engine import PATIENCE_S, held
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 ENDLESS = replace(GREEDY, max_tokens=200)
@@ -54,20 +54,6 @@ async def last(engine: AsyncLLM, prompt: Any, request_id: str, params: SamplingP
     outputs = [output async for output in engine.generate(prompt, params, request_id)]
     assert outputs[-1].finished
     return outputs[-1]
-
-
-def held(monkeypatch: pytest.MonkeyPatch, number: int) -> tuple[threading.Event, threading.Event]:
-    """Two events: the engine sets the first before its step `number`, counted from 0, and waits for the second."""
-    step, steps, reached, may_go_on = Engine.step, count(), threading.Event(), threading.Event()
-
-    def waits(self: Engine) -> Any:
-        if next(steps) == number:
-            reached.set()
-            assert may_go_on.wait(60)
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", waits)
-    return reached, may_go_on
 
 
 def run(job: Callable[[], Awaitable[Any]]) -> Any:
@@ -161,16 +147,15 @@ def test_a_bad_request_is_refused_and_disturbs_no_other(tiny: TinyPair) -> None:
         assert len(run(job).outputs[0].token_ids) == 24
 
 
-def test_an_id_in_use_is_refused_and_free_again_afterwards(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_in_use_is_refused_and_free_again_afterwards(tiny: TinyPair) -> None:
     """The engine makes its second step when both requests are there, so the first one still runs."""
-    _, both_are_there = held(monkeypatch, 1)
     with served(tiny) as engine:
 
         async def job() -> None:
             async with aclosing(await engine.add_request("a", PROMPTS[0], ENDLESS)) as stream:
-                await anext(stream)
-                other = await engine.add_request("a", PROMPTS[1], GREEDY)
-                both_are_there.set()
+                with held(engine, 0):
+                    await anext(stream)
+                    other = await engine.add_request("a", PROMPTS[1], GREEDY)
                 with pytest.raises(MinillmError, match="'a' is in use"):
                     await anext(other)
             await last(engine, PROMPTS[1], "a")
@@ -179,28 +164,25 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(tiny: TinyPair, monke
 
 
 @pytest.mark.parametrize("policy, order", [("priority", ["3", "1", "4", "0", "2"]), ("fcfs", list("01234"))])
-def test_the_most_urgent_request_goes_first(
-    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, policy: str, order: list[str]
-) -> None:
+def test_the_most_urgent_request_goes_first(tiny: TinyPair, policy: str, order: list[str]) -> None:
     """All of them arrive while the engine is in its first step, which is that of another request."""
     with served(tiny, max_num_seqs=1, scheduling_policy=policy) as engine:
         events: list[Any] = []
         engine.llm_engine.engine.listeners.append(events.append)
         short = replace(GREEDY, max_tokens=3)
-        runs, all_are_there = held(monkeypatch, 0)
 
         async def finished(request_id: str, priority: int = 0) -> None:
             async for _ in engine.generate(PROMPTS[0], short, request_id, priority=priority):
                 pass
 
         async def job() -> None:
-            tasks = [asyncio.create_task(finished("first"))]
-            await asyncio.to_thread(runs.wait, 60)
-            for number, priority in enumerate((1, 0, 1, -5, 0)):
-                tasks.append(asyncio.create_task(finished(str(number), priority)))
-                while engine._inbox.qsize() <= number:
-                    await asyncio.sleep(0.001)
-            all_are_there.set()
+            with held(engine, -1) as step_waits:
+                tasks = [asyncio.create_task(finished("first"))]
+                await asyncio.to_thread(step_waits.wait, PATIENCE_S)
+                for number, priority in enumerate((1, 0, 1, -5, 0)):
+                    tasks.append(asyncio.create_task(finished(str(number), priority)))
+                    while engine._inbox.qsize() <= number:
+                        await asyncio.sleep(0.001)
             await asyncio.gather(*tasks)
 
         run(job)

@@ -22,7 +22,7 @@ from minillm.serve.http_errors import describe
 from minillm.serve.requests import IGNORED, UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest
 from minillm.serve.settings import ServerSettings
 from tests.conftest import TinyPair
-from tests.serve.held_engine import held
+from tests.held_engine import held
 
 LIMIT = 2000
 

@@ -145,7 +145,16 @@ def test_the_variables_of_a_template_can_be_given(tiny: TinyPair, template: Path
 
 @pytest.mark.parametrize(
     "name",
-    ["self", "messages", "conversation", "conversations", "chat_template", "tokenize", "add_generation_prompt", "tools"],
+    [
+        "self",
+        "messages",
+        "conversation",
+        "conversations",
+        "chat_template",
+        "tokenize",
+        "add_generation_prompt",
+        "tools",
+    ],
 )
 def test_what_is_no_variable_of_a_template_is_refused(tiny: TinyPair, template: Path, name: str) -> None:
     with pytest.raises(ApiError, match=f"chat_template_kwargs has '{name}'.*leave it out") as refused:

@@ -20,7 +20,7 @@ import openai
 
 import minillm
 from tests.conftest import TinyPair
-from tests.serve.held_engine import held
+from tests.held_engine import held
 
 ENDLESS: dict[str, Any] = {"model": NAME, "prompt": "a", "temperature": 0, "max_tokens": 200, "stream": True}
 ENDLESS["extra_body"] = {"ignore_eos": True}

@@ -19,7 +19,7 @@ import openai
 from minillm import LLM, SamplingParams
 from minillm.engine.engine import Engine
 from tests.conftest import TinyPair
-from tests.serve.held_engine import held
+from tests.held_engine import held
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
 LENGTH = 16

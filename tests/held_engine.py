@@ -14,18 +14,20 @@ PATIENCE_S = 60
 
 
 @contextmanager
-def held(engine: AsyncLLM, num_tokens: int = 99) -> Iterator[None]:
-    """In this block no step goes on once a request has more than `num_tokens` output tokens. After it, steps go on."""
-    inner, released = engine.llm_engine.engine, Event()
+def held(engine: AsyncLLM, num_tokens: int = 99) -> Iterator[Event]:
+    """In this block no step goes on once a request has more than `num_tokens` output tokens. After it, steps go on.
+    Yields what is set as soon as a step waits."""
+    inner, waits, released = engine.llm_engine.engine, Event(), Event()
 
     def wait(event: Any) -> None:
         if isinstance(event, StepStarted) and any(r.num_output_tokens > num_tokens for r in inner.requests.values()):
+            waits.set()
             released.wait(PATIENCE_S)
 
     with inner.lock:
         inner.listeners.append(wait)
     try:
-        yield
+        yield waits
     finally:
         released.set()
         with inner.lock:
