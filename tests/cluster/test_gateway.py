@@ -19,7 +19,7 @@ from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
 from minillm.trace import Event, RequestFinished
 from tests.conftest import TinyPair
-from tests.serve.held_engine import held
+from tests.held_engine import held
 
 GREEDY = {"prompt": "def add(a, b):\n", "max_tokens": 24, "temperature": 0}
 
