@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -41,6 +42,7 @@ class AsyncLLM:
 
     `max_num_queued_reqs` is the most sequences that may be unfinished at once, waiting and running; a request with
     `n=2` has two. None: no limit. As in vLLM, a request over the limit is refused with `QueueOverflowError`.
+    The thread ends with `shutdown`, or when the object is no longer used.
     """
 
     def __init__(self, args: EngineArgs, *, max_num_queued_reqs: int | None = None) -> None:
@@ -56,8 +58,11 @@ class AsyncLLM:
         """What the engine loop does before its next step. None: stop."""
         self._streams: dict[str, OutputStream] = {}
         """The requests that are in the engine. Only the engine's thread touches it."""
-        self._thread = Thread(target=self._run, name="minillm engine loop", daemon=True)
+        self._thread = Thread(
+            target=_run_loop, args=(weakref.ref(self), self._inbox), name="minillm engine loop", daemon=True
+        )
         self._thread.start()
+        weakref.finalize(self, self._inbox.put, None).atexit = False
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
@@ -145,24 +150,21 @@ class AsyncLLM:
 
     # ---------------------------------------------------------------------------------------- in the engine's thread
 
-    def _run(self) -> None:
-        """The engine loop: messages, a step, outputs."""
+    def _work(self, message: Callable[[], None] | None) -> bool:
+        """Do what was asked for, and run steps until there are no requests. Returns False to stop."""
         try:
-            while self._read_inbox():
-                self._step()
+            while message is not None:
+                message()
+                while self._inbox.empty():
+                    if not self.llm_engine.has_unfinished_requests():
+                        return True
+                    self._step()
+                message = self._inbox.get()
             self._die(EngineDeadError("the engine has been shut down; start another"))
         except BaseException as problem:
             logger.exception("The engine loop has failed and takes no more requests.")
             self._die(problem)
-
-    def _read_inbox(self) -> bool:
-        """Do what was asked for; wait if there is nothing else to do. Returns False to stop."""
-        while not self._inbox.empty() or not self.llm_engine.has_unfinished_requests():
-            message = self._inbox.get()
-            if message is None:
-                return False
-            message()
-        return True
+        return False
 
     def _add(self, stream: OutputStream, group: Sequence[Request]) -> None:
         try:
@@ -244,6 +246,16 @@ class AsyncLLM:
                 stream.put(output, error)
                 if output is None or output.finished:
                     self._end(stream)
+
+
+def _run_loop(engine: weakref.ref[AsyncLLM], inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+    """The engine loop. While it waits it holds no reference to the engine, so that one nobody uses is freed."""
+    goes_on = True
+    while goes_on:
+        message = inbox.get()
+        held = engine()
+        goes_on = held is not None and held._work(message)
+        del held, message
 
 
 def _failed(problem: Exception) -> EngineGenerateError:

@@ -107,7 +107,7 @@ class EngineArgs:
                 "both size the pool; give one of them"
             )
         share = self.gpu_memory_utilization
-        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={share!r} must be a number above 0 and at most 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -175,4 +175,6 @@ def in_range(name: str, value: Any, most: float | None) -> None:
     """Raise `ConfigError` unless `value` is a number >= 0, and <= `most` if that is given."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf or (most is not None and value > most):
-        raise ConfigError(f"{name}={value!r} must be a number of at least 0" + (f" and at most {most}" if most else ""))
+        raise ConfigError(
+            f"{name}={value!r} must be a finite number of at least 0" + (f" and at most {most}" if most else "")
+        )

@@ -22,7 +22,17 @@ from minillm.errors import CheckpointError
 MAX_BYTES = 64 * 2**20
 """The size limit of a JSON file; the index of the largest checkpoint has a few megabytes."""
 T = TypeVar("T")
-_SHORT_REPR = Repr()
+
+
+class _ShortRepr(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python refuses to print an integer of more than a few thousand digits
+            return f"an integer of {x.bit_length():,} bits"
+
+
+_SHORT_REPR = _ShortRepr()
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 60
 
 
@@ -79,10 +89,7 @@ def validated(stored: Mapping[str, Any], schema: type[T]) -> T:
 
 def short_repr(value: Any) -> str:
     """Return the repr of a value from a file, truncated to about sixty characters."""
-    try:
-        return _SHORT_REPR.repr(value)
-    except ValueError:  # Python refuses to print an integer of more than a few thousand digits
-        return f"an integer of {value.bit_length():,} bits"
+    return _SHORT_REPR.repr(value)
 
 
 def _found(stored: Any, keys: list[str]) -> tuple[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import chain
 from typing import Any, ClassVar
@@ -58,18 +58,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt. Returns one output per prompt, in the same order.
 
-        All prompts are checked before anything is computed. An interrupt aborts the requests of this call, so the next
+        `use_tqdm`: whether there is a progress bar, or what makes it in place of `tqdm`. All prompts are checked before
+        anything is computed. An interrupt aborts the requests of this call, so the next
         call starts clean. Several threads may call it at once: their requests are batched into the same steps. Raises
         `PromptError`, `ConfigError` or `RequestTooLargeError`.
         """
         groups = self._prepare(prompts, sampling_params, priority)
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
         with (
-            tqdm(total=len(groups), desc="generating", unit=" prompts", disable=not use_tqdm) as bar,
+            make_bar(total=len(groups), desc="generating", unit=" prompts", disable=not use_tqdm) as bar,
             closing(self.llm_engine.run(groups)) as steps,
         ):
             outputs: dict[int, RequestOutput] = {}
@@ -79,16 +81,23 @@ class LLM:
             return [outputs[index] for index in range(len(groups))]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the completion of one prompt as pieces of text. Closing the iterator aborts the request."""
+        """The completion of one prompt as an iterator of pieces of text. Closing the iterator aborts the request.
+
+        Raises the errors of `generate` at once.
+        """
         if not isinstance(prompt, str | Mapping):
             raise PromptError(f"stream continues one prompt, which is text or a mapping, not {type(prompt).__name__}")
         groups = self._prepare(prompt, sampling_params)
-        [[request, *others]], shown = groups, 0
-        params = request.params
-        if others:
+        params = groups[0][0].params
+        if params.n > 1:
             raise ConfigError(f"n={params.n} completions cannot be streamed into one text; use n=1")
         if not params.detokenize:
             raise ConfigError("detokenize=False gives no text to stream; leave it out, or use generate")
+        return self._pieces(groups)
+
+    def _pieces(self, groups: list[list[Request]]) -> Iterator[str]:
+        [[request]], shown = groups, 0
+        params = request.params
         with closing(self.llm_engine.run(groups)) as steps:
             for _ in steps:
                 with self.engine.lock:  # another thread's step may be adding to the text

@@ -6,7 +6,7 @@ The names are vLLM's: `LLMEngine.from_engine_args(EngineArgs(model=...))`, `add_
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, count
@@ -41,7 +41,8 @@ class LLMEngine:
     """
 
     def __init__(self, args: EngineArgs) -> None:
-        speculative = SpeculativeConfig.from_dict(args.speculative_config) if args.speculative_config else None
+        given = args.speculative_config
+        speculative = None if given is None else SpeculativeConfig.from_dict(given)
         cache = CacheConfig.from_options(args.kv_cache_dtype, args.kv_cache_config)
         built = assemble(args, cache, speculative)
         self.engine: Engine = built.engine
@@ -385,7 +386,7 @@ class LLMEngine:
             token_ids = tokenizer.encode(text)
         elif not isinstance(text, str | None):
             raise PromptError(f"prompt={text!r} must be text")
-        if not isinstance(token_ids, Iterable):
+        if not isinstance(token_ids, Iterable) or isinstance(token_ids, Mapping | Set):
             raise PromptError(f"prompt_token_ids={token_ids!r} must be a sequence of token ids")
         token_ids = list(token_ids)
         if not token_ids:
@@ -418,9 +419,10 @@ def check_request_id(request_id: str) -> None:
 
 def _completion(request: Request) -> CompletionOutput:
     with_logprobs = request.params.logprobs is not None
+    text = request.text
     return CompletionOutput(
         index=request.index,
-        text=request.text,
+        text=text if request.finished else text[: request.params.num_settled(text)],
         token_ids=request.output_token_ids,
         cumulative_logprob=request.cumulative_logprob if with_logprobs else None,
         logprobs=list(request.logprobs) if with_logprobs else None,

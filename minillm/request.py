@@ -68,6 +68,8 @@ class Request:
     logprobs: list[LogprobRow] = field(default_factory=list)
     prompt_logprobs: dict[int, LogprobRow] = field(default_factory=dict)
     """Key: position in the prompt. Position 0 has no log-probability."""
+    _summed_logprobs: tuple[int, float] = (0, 0.0)
+    """How many of `logprobs` were summed, and their sum: an output is asked for after each step."""
     _block_hashes: list[bytes] = field(default_factory=list, repr=False)
     """Tokens are only appended, so a computed hash stays valid."""
 
@@ -114,8 +116,11 @@ class Request:
     @property
     def cumulative_logprob(self) -> float:
         """Sum of the log-probabilities of the output tokens; 0 if none were requested."""
-        chosen = zip(self.logprobs, self.output_token_ids, strict=False)
-        return sum(row[token].logprob for row, token in chosen)
+        (start, total), end = self._summed_logprobs, min(len(self.logprobs), self.num_output_tokens)
+        for i in range(start, end):
+            total += self.logprobs[i][self.token_ids[self.num_prompt_tokens + i]].logprob
+        self._summed_logprobs = end, total
+        return total
 
     @property
     def finished(self) -> bool:

@@ -35,6 +35,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """Ids of control tokens, which `skip_special_tokens` removes from the text."""
+        self._strings: dict[int, str] = {}
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
 
@@ -76,21 +77,22 @@ class Tokenizer:
         """Number of tokens, added ones included. The model's embedding may have more rows (padding)."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    def token_text(self, token_id: int) -> str:
-        """The printable text of one token, with spaces, tabs and newlines unchanged.
-
-        Incomplete UTF-8 and control characters are shown as `\\xe2`, an id outside the vocabulary as `<7>`.
-        """
-        text = self._texts.get(token_id)
+    def token_string(self, token_id: int) -> str:
+        """The text of one token. Incomplete UTF-8 is shown as `\\xe2`, an id outside the vocabulary as `<7>`."""
+        text = self._strings.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self._read_text(token_id)
+            known = self.backend.id_to_token(token_id) is not None
+            text = self.token_bytes(token_id).decode("utf-8", errors="backslashreplace") if known else f"<{token_id}>"
+            self._strings[token_id] = text
         return text
 
-    def _read_text(self, token_id: int) -> str:
-        if self.backend.id_to_token(token_id) is None:
-            return f"<{token_id}>"
-        text = self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
-        return "".join(c if c.isprintable() or c in " \n\t" else ascii(c)[1:-1] for c in text)
+    def token_text(self, token_id: int) -> str:
+        """`token_string` for pictures: what cannot be printed is shown as `\\x0b`, except for tabs and newlines."""
+        text = self._texts.get(token_id)
+        if text is None:
+            shown = (c if c.isprintable() or c in " \n\t" else ascii(c)[1:-1] for c in self.token_string(token_id))
+            text = self._texts[token_id] = "".join(shown)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of one token, perhaps only part of a character. Empty for an id outside the vocabulary."""
@@ -188,6 +190,7 @@ class Detokenizer:
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._ids = list(self._before)
         self._emitted = self.tokenizer.decode(self._ids)
+        self._start_byte_run()
 
     def append(self, token_id: int) -> str:
         """Add a token. Returns the text that it completes; empty while a character is incomplete."""
@@ -198,9 +201,26 @@ class Detokenizer:
         if self.tokenizer.backend.id_to_token(token_id) is None:
             return ""
         self._ids.append(token_id)
-        if self.tokenizer.is_byte(token_id) and REPLACEMENT in self._decode(self._ids)[len(self._emitted) :]:
+        if not self.tokenizer.is_byte(token_id):
+            self._start_byte_run()
+        elif not self._may_be_text(token_id) or REPLACEMENT in self._decode(self._ids)[len(self._emitted) :]:
             return ""
         return self._take()
+
+    def _start_byte_run(self) -> None:
+        """What follows is no continuation of a run of byte tokens."""
+        self._run = codecs.getincrementaldecoder("utf-8")()
+        self._run_is_broken = False
+
+    def _may_be_text(self, token_id: int) -> bool:
+        """Whether the run of byte tokens that this one ends may still be whole characters. If not, none of it will ever
+        be, and it is decoded once, at its end."""
+        if not self._run_is_broken:
+            try:
+                self._run.decode(self.tokenizer.token_bytes(token_id))
+            except UnicodeDecodeError:
+                self._run_is_broken = True
+        return not self._run_is_broken
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of a request. Incomplete characters become U+FFFD."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -417,3 +419,14 @@ def test_closing_a_stream_wakes_the_task_that_waits_for_it(tiny: TinyPair) -> No
                 await anext(stream)
 
     run(job)
+
+
+def test_an_engine_that_nobody_uses_is_freed_and_its_thread_ends(tiny: TinyPair) -> None:
+    llm = AsyncLLM(EngineArgs(str(tiny.target), device="cpu", enforce_eager=True))
+    asyncio.run(last(llm, PROMPTS[0], "a"))
+    thread, inner = llm._thread, weakref.ref(llm.llm_engine.engine)
+    del llm
+    gc.collect()
+    thread.join(PATIENCE_S)
+    gc.collect()
+    assert not thread.is_alive() and inner() is None

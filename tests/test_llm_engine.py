@@ -8,11 +8,14 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 import minillm.llm
 from minillm import LLM, RequestOutput, SamplingParams
@@ -185,6 +188,30 @@ def test_outputs_are_cumulative_and_only_of_those_who_moved(tiny: TinyPair) -> N
                     assert len(completion.token_ids) == 1
                 seen[output.request_id] = output
     assert {name: len(output.outputs[0].token_ids) for name, output in seen.items()} == {"short": 12, "long": 12}
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_text_that_a_stop_string_may_take_back_is_not_shown(tiny: TinyPair, included: bool) -> None:
+    llm = engine(tiny)
+    llm.add_request("a", PROMPTS[0], GREEDY)
+    text = drain(llm)["a"].outputs[0].text
+    stop = text[4:9]
+    shown = []
+    llm.add_request("b", PROMPTS[0], replace(GREEDY, stop=[stop], include_stop_str_in_output=included))
+    while llm.has_unfinished_requests():
+        shown += [output.outputs[0].text for output in llm.step()]
+    assert shown[-1] == text[: text.index(stop) + len(stop) * included] and len(shown) > 2
+    assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
+
+
+def test_the_sum_of_log_probabilities_is_that_of_every_token(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    llm.add_request("a", PROMPTS[0], replace(GREEDY, logprobs=1))
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            [completion] = output.outputs
+            rows = zip(completion.logprobs or [], completion.token_ids, strict=True)
+            assert completion.cumulative_logprob == pytest.approx(sum(row[token].logprob for row, token in rows))
 
 
 def test_a_snapshot_does_not_change_with_the_next_step(tiny: TinyPair) -> None:
@@ -751,6 +778,55 @@ def test_token_ids_of_numpy_are_token_ids(tiny: TinyPair) -> None:
     outputs = llm.generate(lists, GREEDY, use_tqdm=False)
     assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids == outputs[2].prompt_token_ids == ids
     assert {type(i) for output in outputs for i in output.prompt_token_ids} == {int}
+
+
+def test_numbers_of_any_type_are_plain_numbers_in_the_engine() -> None:
+    params = SamplingParams(
+        max_tokens=np.int8(100),
+        min_tokens=np.uint8(3),
+        stop_token_ids=[np.int16(4)],
+        frequency_penalty=Fraction(1, 2),
+        temperature=np.float16(0.5),
+        seed=np.uint64(2**63),
+    )
+    assert type(params.max_tokens) is type(params.min_tokens) is type(params.seed) is int
+    assert type(params.frequency_penalty) is type(params.temperature) is float
+    assert [type(token) for token in params.stop_token_ids or ()] == [int]
+    assert (params.max_tokens, params.min_tokens, params.frequency_penalty, params.seed) == (100, 3, 0.5, 2**63)
+
+
+def test_lists_that_the_caller_changes_later_change_no_parameters() -> None:
+    stops, tokens = ["zzz"], [7]
+    params = SamplingParams(stop=stops, stop_token_ids=tokens)
+    stops.append("")
+    tokens.append(8)
+    assert params.stop_strings == ("zzz",) and params.all_stop_token_ids == {7}
+    assert replace(params, n=2).stop_strings == ("zzz",)
+
+
+def test_stream_refuses_what_generate_refuses_at_once(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target))
+    for prompt, params, words in (
+        ("", GREEDY, "the prompt is empty"),
+        (123, GREEDY, "not int"),
+        ("a", replace(WARM, n=2), "n=2"),
+        ("a", replace(GREEDY, detokenize=False), "detokenize=False"),
+    ):
+        with pytest.raises(MinillmError, match=words):
+            llm.stream(prompt, params)  # type: ignore[arg-type]
+
+
+def test_the_progress_bar_may_be_another(tiny: TinyPair) -> None:
+    made: list[Any] = []
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    LLM(str(tiny.target)).generate(PROMPTS, GREEDY, use_tqdm=Bar)
+    [bar] = made
+    assert (bar.n, bar.total) == (3, 3)
 
 
 def test_tokens_per_forward_without_a_forward_is_no_number(tiny: TinyPair) -> None:

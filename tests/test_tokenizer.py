@@ -97,6 +97,20 @@ def test_a_character_of_raw_bytes_is_shown_as_soon_as_it_is_whole(tokens: list[s
     assert pieces(SENTENCEPIECE, token_ids) == expected
 
 
+def test_a_long_run_of_bytes_that_are_no_text_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    decode = Tokenizer.decode
+
+    def counted(self: Tokenizer, token_ids: list[int], **options: bool) -> str:
+        decoded.append(len(token_ids))
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    a, newline, broken = (SENTENCEPIECE.backend.token_to_id(token) for token in ("a", "<0x0A>", "<0x80>"))
+    assert "".join(pieces(SENTENCEPIECE, [a, newline, *[broken] * 500, a, newline])) == "a\n" + "\ufffd" * 500 + "a\n"
+    assert sum(decoded) < 1600
+
+
 @given(st.text("abc é\n→😀", max_size=12))
 def test_sentencepiece_pieces_are_the_whole(text: str) -> None:
     token_ids = SENTENCEPIECE.encode(text)
@@ -168,6 +182,17 @@ def test_a_token_is_shown_as_what_it_stands_for() -> None:
     assert shown(SENTENCEPIECE, "▁abc") == " abc"
     assert shown(SENTENCEPIECE, "<0xE2>") == r"\xe2"
     assert BYTE_LEVEL.token_text(9999) == "<9999>"
+
+
+def test_the_string_of_a_token_is_its_text_unless_it_is_half_a_character() -> None:
+    for text in ("\r", "\x0b", "\u3000", "a", "\n", " return"):
+        tokens = BYTE_LEVEL.encode(text)
+        if len(tokens) == 1:
+            assert BYTE_LEVEL.token_string(tokens[0]) == text
+    assert BYTE_LEVEL.token_string(BYTE_LEVEL.encode("\r")[0]) == "\r"
+    assert BYTE_LEVEL.token_text(BYTE_LEVEL.encode("\r")[0]) == r"\r"
+    assert BYTE_LEVEL.token_string(BYTE_LEVEL.backend.token_to_id("â")) == r"\xe2"
+    assert BYTE_LEVEL.token_string(9999) == "<9999>"
 
 
 def test_vocabularies_are_compared_token_by_token() -> None:

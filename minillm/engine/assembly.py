@@ -28,7 +28,6 @@ from minillm.models.loading import cast_model, load_config, load_model, resolve
 from minillm.models.quantize import quantize_unembedding
 from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.int8 import Int8
-from minillm.quantization.schemes import make_scheme
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
@@ -88,6 +87,9 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     """Load the models and build the engine. Options are checked before anything is loaded or allocated, unless that
     needs a model or its cache."""
     device = choose_device(args.device)
+    for name, base in (("scheduler_cls", Scheduler), ("block_pool_cls", BlockPool)):
+        if not issubclass(made := getattr(args, name) or base, base):
+            raise ConfigError(f"{name}={made.__name__} must be a subclass of {base.__name__}")
     layout = find_layout(cache)
     _check_speculation(layout, cache, speculative)
     folder = resolve(args.model)
@@ -95,6 +97,7 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     _check_windows(model_config, speculative)
     max_model_len = args.check_against_context(model_config.max_position_embeddings)
     args = _settle(args, layout, cache, max_model_len)
+    _check_drafters(args, speculative)
     tokenizer = Tokenizer.from_folder(folder)
     placement = Placement(choose_dtype(args.dtype, device, model_config), device, not args.enforce_eager)
     with _started_ranks(args, cache, layout, folder, placement) as ranks:
@@ -325,6 +328,13 @@ def _check_speculation(layout: type[KVCache], cache: CacheConfig, speculative: S
         )
 
 
+def _check_drafters(args: EngineArgs, speculative: SpeculativeConfig | None) -> None:
+    while speculative is not None:
+        if hasattr(speculative.options, "check_engine"):
+            speculative.options.check_engine(args.model, args.block_size)
+        speculative = speculative.fallback
+
+
 def _check_windows(model: ModelConfig, speculative: SpeculativeConfig | None) -> None:
     if speculative is not None and speculative.proposes_trees and model.has_windows:
         raise UnsupportedError(
@@ -416,8 +426,6 @@ def _load_draft(
 ) -> Decoder:
     """See `DraftContext.load_model`."""
     folder = resolve(name)
-    if quantization is not None:
-        make_scheme(quantization)  # an unknown name raises before anything is read
     if not tokenizer.same_vocabulary(Tokenizer.from_folder(folder)):
         raise TokenizerMismatchError(
             f"the draft model {name!r} has another tokenizer than the target, so its token ids mean other text; use a "

@@ -127,8 +127,8 @@ def _rows(logprobs: Tensor, tokens: Sequence[int], count: int, tokenizer: Tokeni
     columns = [column.tolist() for column in (chosen[:, 0], ranks, values, ids)]
     rows = []
     for token, own, rank, likely, likely_ids in zip(tokens, *columns, strict=True):
-        row = {token: Logprob(own, rank, tokenizer.token_text(token))}
+        row = {token: Logprob(own, rank, tokenizer.token_string(token))}
         for place, (i, value) in enumerate(zip(likely_ids, likely, strict=True), start=1):
-            row[i] = Logprob(value, place, tokenizer.token_text(i))
+            row[i] = Logprob(value, place, tokenizer.token_string(i))
         rows.append(row)
     return rows

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from threading import RLock
+from threading import Lock, RLock
 
 import numpy as np
 from torch import Tensor
@@ -78,6 +78,10 @@ class Engine:
         self.num_steps = 0
         self.lock = RLock()
         """Held while a step runs and while requests are queued or aborted."""
+        self._in_step = Lock()
+        """Held while a step runs: a listener may call the engine from inside one."""
+        self._to_abort: list[str] = []
+        """What listeners want to end after this step."""
         self._is_damaged = False
         """Whether a step or an abort was interrupted, and what it left is not repaired yet."""
 
@@ -113,8 +117,12 @@ class Engine:
             self.emit(RequestAdded(request.request_id, request.prompt, prompt_token_ids, request.priority))
 
     def abort(self, request_id: str) -> None:
-        """End a request now. Unknown ids are ignored, because the request may just have finished."""
+        """End a request now, or if a listener asks during a step, after it. Unknown ids are ignored, because the
+        request may just have finished."""
         with self.lock:
+            if self._in_step.locked():
+                self._to_abort.append(request_id)
+                return
             request = self.requests.get(request_id)
             if request is not None:
                 request.finish_reason = "abort"
@@ -126,16 +134,28 @@ class Engine:
                     raise
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that gained tokens. If it is interrupted, every request stays valid."""
+        """Run one step; returns the requests that gained tokens. If it is interrupted, every request stays valid.
+
+        Raises `MinillmError` if a listener calls it during a step."""
         with self.lock:
+            if self._in_step.locked():
+                raise MinillmError("a listener cannot run steps during a step; let it note what to do after the step")
             if not self.requests:
                 return []
             try:
-                self._repair()
-                return self._step()
+                with self._in_step:
+                    self._repair()
+                    advanced = self._step()
             except BaseException:
                 self._recover()
+                self._abort_noted()
                 raise
+            self._abort_noted()
+            return advanced
+
+    def _abort_noted(self) -> None:
+        while self._to_abort:
+            self.abort(self._to_abort.pop())
 
     def _repair(self) -> None:
         """Recover once more if the last recovery was interrupted, too."""
@@ -162,6 +182,9 @@ class Engine:
         self.emit(StepStarted(self.num_steps, len(self.scheduler.running), len(self.scheduler.waiting)))
         scheduled = self.scheduler.schedule()
         planned = time.perf_counter()
+        if not scheduled:  # as in vLLM, a scheduler may let a step pass
+            self.emit(StepFinished(self.num_steps, planned - began, 0.0, 0.0, self.pool.num_free))
+            return []
         self._propose(scheduled)
         drafted = time.perf_counter()
         logits, hidden = self._run(scheduled)

@@ -24,6 +24,7 @@ def model_config(stored: Mapping[str, Any]) -> ModelConfig:
     named = validated({key: stored.get(key) for key in ("architectures", "model_type")}, StoredConfig)
     family = family_of(named.architectures, named.model_type, has_own_code="auto_map" in stored)
     _refuse_rope_by_layer(stored)
+    _refuse_unknown_rope(stored)
     raw = validated({**family.defaults, **stored, **family.fixed}, StoredConfig)
     refuse_switches(stored, family.own_fields)
     if raw.quantization_config:
@@ -137,14 +138,23 @@ def _refuse_rope_by_layer(stored: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{key} differs from layer to layer, which is not supported")
 
 
+def _refuse_unknown_rope(stored: Mapping[str, Any]) -> None:
+    """Name the kind, before an entry that only that kind has is taken for a mistake."""
+    for key in ("rope_scaling", "rope_parameters"):
+        found = stored.get(key)
+        kind = (found.get("rope_type") or found.get("type")) if isinstance(found, Mapping) else None
+        if isinstance(kind, str) and kind not in SCALINGS:
+            raise CheckpointError(
+                f"RoPE of kind {short_repr(kind)} is not supported; minillm has {', '.join(SCALINGS)}"
+            )
+
+
 def _rope(raw: StoredConfig) -> RopeConfig:
     """Read RoPE from either spelling: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     found = _entries(raw.rope_scaling) or _entries(raw.rope_parameters)
     found.pop("finetuned", None)
     kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
     found.pop("type", None)
-    if kind not in SCALINGS:
-        raise CheckpointError(f"RoPE of kind {short_repr(kind)} is not supported; minillm has {', '.join(SCALINGS)}")
     theta = found.pop("rope_theta", None) or raw.rope_theta or 10_000.0
     if (found.pop("partial_rotary_factor", None) or raw.partial_rotary_factor or 1.0) != 1.0:
         raise CheckpointError("partial_rotary_factor below 1 is not supported: RoPE covers all channels of a head")

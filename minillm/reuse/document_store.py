@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from minillm.config import at_least
-from minillm.errors import CheckpointError, PromptError
+from minillm.errors import CheckpointError, ConfigError, PromptError
 from minillm.llm import LLM
 from minillm.llm_engine import check_token_ids
 from minillm.models.config import ModelConfig
@@ -59,13 +59,16 @@ FORMAT = 2
 class DocumentStore:
     """The stored documents of one model in `folder`, of at most `max_bytes` in all; the least recently used go first.
 
-    Several processes may use one folder. Raises `ConfigError` for a limit below one byte, and what `Scratch` raises for
-    an engine whose cache cannot be read. `rotate`: how keys are moved to where a document stands in a prompt.
+    Several processes may use one folder. Raises `ConfigError` for a limit below one byte or a file in place of the
+    folder, and what `Scratch` raises for an engine whose cache cannot be read. `rotate`: how keys are moved to where a
+    document stands in a prompt.
     """
 
     def __init__(self, llm: LLM, folder: str | Path, max_bytes: int | None = None, rotate: Rotation = rerotate) -> None:
         if max_bytes is not None:
             at_least("max_bytes", max_bytes, 1)
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise ConfigError(f"{folder} is a file; give a folder for the documents")
         check_prefix_caching(llm)
         Scratch(llm, 1)  # can its cache be read?
         self.llm, self.folder, self.max_bytes, self.rotate = llm, Path(folder), max_bytes, rotate
@@ -131,8 +134,8 @@ class DocumentStore:
         """The prompt for `llm.generate` of all documents, one after the other, and the question; the documents' keys
         and values are loaded. Raises `PromptError` for a text or token ids in place of the list, and what `load` and
         `Scratch` raise."""
-        if isinstance(documents, str | bytes):
-            raise PromptError("documents must be a list, even if there is only one")
+        if isinstance(documents, str | bytes) or not isinstance(documents, Iterable):
+            raise PromptError(f"documents must be a list, even of only one, not {type(documents).__name__}")
         spans = [self.load(document) for document in documents]
         token_ids = [token for span in spans for token in span.token_ids]
         token_ids += self._tokens(question, add_special_tokens=not spans)

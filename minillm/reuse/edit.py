@@ -14,9 +14,14 @@ old one. Lesson 14 measures it for milder edits: an inserted comment, a deleted 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
+import numpy as np
+import torch
+
 from minillm.errors import PromptError
+from minillm.json_files import short_repr
 from minillm.llm import LLM
 from minillm.llm_engine import check_token_ids
 from minillm.ops.rerotation import rerotate
@@ -43,6 +48,11 @@ def edited_prompt(
     token and a salt that is no text, `UnsupportedError` without prefix caching, and what `Scratch` raises.
     """
     check_prefix_caching(llm)
+    for name, ids in (("token_ids", token_ids), ("new_ids", new_ids)):
+        if not isinstance(ids, Sequence | np.ndarray | torch.Tensor) or isinstance(ids, str | bytes):
+            raise PromptError(f"{name}={short_repr(ids)} must be a sequence of token ids")
+    if not (isinstance(start, Integral) and isinstance(stop, Integral)):
+        raise PromptError(f"the span {start!r}:{stop!r} must be two integers")
     if not 0 <= start <= stop <= len(token_ids):
         raise PromptError(f"the span {start}:{stop} is not within the {len(token_ids)} tokens; give 0 ≤ start ≤ stop")
     if not isinstance(salt, str) or not salt:

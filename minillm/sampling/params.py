@@ -70,8 +70,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_params(self)
-        if self.seed is not None:  # a NumPy integer would overflow where seeds are hashed
-            object.__setattr__(self, "seed", None if self.seed == -1 else int(self.seed))
+        settled: dict[str, Any] = {"seed": None if self.seed == -1 else self.seed}
+        if not isinstance(self.stop, str | None):
+            settled["stop"] = tuple(self.stop)  # the caller may change the list
+        if self.stop_token_ids is not None:
+            settled["stop_token_ids"] = tuple(map(int, self.stop_token_ids))
+        for name, (kind, _, _) in _LIMITS.items():
+            value = settled.get(name, getattr(self, name))
+            if value is not None and type(value) not in (int, float):  # NumPy's integers overflow in sums
+                settled[name] = int(value) if kind is Integral else float(value)
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

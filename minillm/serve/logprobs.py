@@ -18,7 +18,7 @@ def completion_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], rows: Sequence[Row | None], offset: int = 0
 ) -> CompletionLogprobs:
     """For `/v1/completions`. `offset`: where the text of the first token begins in the choice."""
-    tokens = [tokenizer.token_text(token) for token in token_ids]
+    tokens = [tokenizer.token_string(token) for token in token_ids]
     offsets = [offset]
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minillm.batch import Segment
 from minillm.errors import BROKEN_DRAFTS, ConfigError, NonFiniteLogitsError
+from minillm.quantization.schemes import make_scheme
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, argmax, probs_from_logits, sample, uniform
@@ -26,6 +27,12 @@ def check_sample_method(value: str) -> None:
     """Raise `ConfigError` unless `draft_sample_method` is one of `SAMPLE_METHODS`."""
     if value not in SAMPLE_METHODS:
         raise ConfigError(f"draft_sample_method={value!r} must be 'greedy' or 'probabilistic'")
+
+
+def check_quantization(name: str | None) -> None:
+    """Raise `UnsupportedError` unless weights can be quantised like this; None: they are not."""
+    if name is not None:
+        make_scheme(name)
 
 
 def check_finite(logits: Tensor) -> None:

@@ -52,7 +52,8 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     """For `synthetic`, instead of the rates: tokens per round on average, the target's own token included."""
     adaptive: bool = field(default_factory=lambda: ADAPTIVE)
-    """Whether each request gets as many drafts as pay, at most `num_speculative_tokens`; False: always so many. A
+    """Whether each request gets as many drafts as pay, at most `num_speculative_tokens`; False: always so many, as
+    `synthetic` does unless told otherwise: fewer drafts than rates would give shorter rounds than asked for. A
     request that samples with its own `seed` always gets all of them, so that its text can be repeated as long as the
     block pool and `max_num_batched_tokens` have room for them and `disable_by_batch_size` does not forbid them; other
     sampled text may differ from run to run, because the costs are measured. Greedy text is always the same."""
@@ -209,6 +210,8 @@ class SpeculativeConfig:
         reject_unknown("speculative_config", given, shared.union(own, *map(_option_names, METHODS.values())))
         options = drafter.Options(**{name: value for name, value in given.items() if name in own})
         settings = {name: value for name, value in given.items() if name in shared}
+        if settings.get("rejection_sample_method") == "synthetic":
+            settings.setdefault("adaptive", False)
         if (fallback := settings.get("fallback")) is not None:
             settings["fallback"] = cls._read_fallback(fallback, settings.get("adaptive", ADAPTIVE))
         return cls(**settings, options=options)

@@ -26,9 +26,10 @@ from torch import Tensor
 from minillm.batch import Segment
 from minillm.config import in_range
 from minillm.errors import ConfigError
+from minillm.models.hub import resolve
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
-from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
+from minillm.speculative.chain_drafter import ChainDrafter, check_quantization, check_sample_method
 from minillm.speculative.drafter import Draft, DraftContext
 
 
@@ -44,10 +45,16 @@ class ModelOptions:
     """`probabilistic` samples drafts from the draft's distribution; `greedy`, vLLM's default, takes the argmax."""
 
     def check(self, method: str) -> None:
-        """Raise `ConfigError` for options that `method` cannot work with."""
+        """Raise `ConfigError` for options that `method` cannot work with, `UnsupportedError` for an unknown
+        quantisation."""
         if not self.model:
             raise ConfigError(f"speculative method {method!r} needs 'model', for example 'minicoder-draft'")
         check_sample_method(self.draft_sample_method)
+        check_quantization(self.quantization)
+
+    def check_engine(self, target_name: str, block_size: int) -> None:
+        """See `Drafter.Options`. A draft model that is not here yet is downloaded."""
+        resolve(self.model)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from operator import mul
 from minillm.batch import MAX_TREE_TOKENS
 from minillm.config import at_least, in_range
 from minillm.errors import ConfigError
-from minillm.speculative.chain_drafter import check_sample_method
+from minillm.json_files import short_repr
+from minillm.models.hub import resolve
+from minillm.speculative.chain_drafter import check_quantization, check_sample_method
 from minillm.speculative.tree_shape import TreeShape
 
 DEFAULT_BRANCHING = (2, 2, 2)
@@ -48,6 +50,7 @@ class DraftTreeOptions:
         if not self.model:
             raise ConfigError("speculative method 'draft_tree' needs 'model', for example 'minicoder-draft'")
         check_sample_method(self.draft_sample_method)
+        check_quantization(self.quantization)
         shapes = ("tree_branching", "speculative_token_tree", "tree_shape")
         if len(given := [name for name in shapes if getattr(self, name) is not None]) > 1:
             raise ConfigError(f"{' and '.join(given)} each set the shape of the tree; give one of them")
@@ -56,11 +59,12 @@ class DraftTreeOptions:
         if self.speculative_token_tree is not None:
             TreeShape.from_paths(_read_paths(self.speculative_token_tree))
         if self.num_nodes >= MAX_TREE_TOKENS:
-            source = next(iter(given), "tree_branching") if not self.is_measured else "tree_nodes"
-            raise ConfigError(
-                f"{source}={getattr(self, source)} makes {self.num_nodes} drafts, at most {MAX_TREE_TOKENS - 1} can be "
-                "verified at once; lower it"
-            )
+            source = "tree_nodes" if self.is_measured else "speculative_token_tree"
+            raise ConfigError(_too_many(source, getattr(self, source), str(self.num_nodes)))
+
+    def check_engine(self, target_name: str, block_size: int) -> None:
+        """See `Drafter.Options`. A draft model that is not here yet is downloaded."""
+        resolve(self.model)
 
     def _check_measured(self) -> None:
         if self.tree_shape not in (None, "measured"):
@@ -100,13 +104,25 @@ class DraftTreeOptions:
         return 1 + self.tree_verify_cost * (rows - 1)
 
 
+def _too_many(option: str, value: object, num_nodes: str) -> str:
+    return (
+        f"{option}={short_repr(value)} makes {num_nodes} drafts, at most {MAX_TREE_TOKENS - 1} can be verified at "
+        "once; lower it"
+    )
+
+
 def _check_branching(branching: Sequence[int] | None) -> None:
     if branching is None:
         return
     if not isinstance(branching, list | tuple) or not branching:
         raise ConfigError(f"tree_branching={branching!r} must list the children per node of each level: [2, 2, 2]")
+    nodes, of_level = 0, 1
     for count in branching:
         at_least("tree_branching's levels", count, 1)
+        of_level *= count
+        nodes += of_level
+        if nodes >= MAX_TREE_TOKENS:
+            raise ConfigError(_too_many("tree_branching", branching, f"at least {short_repr(nodes)}"))
 
 
 def _read_paths(given: Sequence[tuple[int, ...]] | str) -> list[tuple[int, ...]]:

@@ -74,7 +74,9 @@ class Drafter(ABC):
     """Proposes draft tokens. `speculative_config={"method": MyDrafter}` selects your own class."""
 
     Options: ClassVar[type] = NoOptions
-    """A dataclass with the options of this method in `speculative_config`. It validates itself on construction."""
+    """A dataclass with the options of this method in `speculative_config`. It validates itself on construction. If it
+    has a method `check_engine(target_name, block_size)`, that is called before any model is loaded, to refuse options
+    that do not fit the engine."""
     proposes_trees: ClassVar[bool] = False
     """Whether it may propose trees, which only some cache layouts can verify."""
     needs_blocks: ClassVar[bool] = False

@@ -53,6 +53,10 @@ class HeadsOptions:
         check_sample_method(self.draft_sample_method)
         in_range("min_survival", self.min_survival, 1.0)
 
+    def check_engine(self, target_name: str, block_size: int) -> None:
+        """See `Drafter.Options`. Raises what `drafter_folder` raises."""
+        drafter_folder("heads", self.model, target_name)
+
 
 class HeadsDrafter(ChainDrafter):
     """Drafts chains from the hidden states that the target's steps leave."""

@@ -56,6 +56,10 @@ class PromptTokensOptions:
     def __post_init__(self) -> None:
         check_sample_method(self.draft_sample_method)
 
+    def check_engine(self, target_name: str, block_size: int) -> None:
+        """See `Drafter.Options`. Raises what `drafter_folder` raises."""
+        drafter_folder("prompt_tokens", self.model, target_name)
+
 
 @dataclass(frozen=True)
 class PromptTokensShape:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from minillm.batch import Segment
 from minillm.request import Request
-from minillm.speculative.chain_drafter import check_sample_method
+from minillm.speculative.chain_drafter import check_quantization, check_sample_method
 from minillm.speculative.drafter import DraftContext
 from minillm.speculative.self_drafter import SelfDrafter
 
@@ -38,6 +38,7 @@ class SelfQuantOptions:
 
     def __post_init__(self) -> None:
         check_sample_method(self.draft_sample_method)
+        check_quantization(self.quantization)
 
 
 class SelfQuantDrafter(SelfDrafter):

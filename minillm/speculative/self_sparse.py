@@ -68,6 +68,14 @@ class SelfSparseOptions:
             raise ConfigError(f"sparse_layout={self.sparse_layout!r} must be 'sinks' or 'snapkv'")
         check_sample_method(self.draft_sample_method)
 
+    def check_engine(self, target_name: str, block_size: int) -> None:
+        """See `Drafter.Options`."""
+        if self.budget <= block_size:
+            raise ConfigError(
+                f"budget={self.budget} must be above block_size={block_size}: a draft reads the newest block and at "
+                "least one other; raise budget or lower block_size"
+            )
+
 
 class SelfSparseDrafter(SelfDrafter):
     """The target over a shortened block table."""
@@ -78,11 +86,6 @@ class SelfSparseDrafter(SelfDrafter):
         super().__init__(runner, options.draft_sample_method == "greedy")
         self.num_blocks = -(-options.budget // runner.block_size)
         """Blocks that a draft reads, that of the newest token included."""
-        if self.num_blocks < 2:
-            raise ConfigError(
-                f"budget={options.budget} must be above block_size={runner.block_size}: a draft reads the newest block "
-                "and at least one other; raise budget or lower block_size"
-            )
         self.num_observed_queries = OBSERVED_QUERIES if options.sparse_layout == "snapkv" else 0
         self.reads_target_cache = self.num_observed_queries > 0
         self._ranking: WeakKeyDictionary[Request, list[int]] = WeakKeyDictionary()

@@ -65,7 +65,7 @@ class SpireShape:
         at_least("num_layers", self.num_layers, 1)
         at_least("num_sinks", self.num_sinks, 0)
         if self.window is not None:
-            at_least("window", self.window, 1)
+            at_least("window", self.window, 1 if self.num_sinks else 2)  # a draft without past has nothing to read
         if not isinstance(self.feedback, bool):
             raise ConfigError(f"feedback={self.feedback!r} must be True or False")
 

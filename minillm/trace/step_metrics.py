@@ -109,11 +109,6 @@ class StepSummary:
         """Output tokens per second spent in steps; 0 if no time passed."""
         return _ratio(self.num_committed_tokens, self.seconds)
 
-    @property
-    def reused_share(self) -> float:
-        """The share of prefill tokens that were reused instead of computed."""
-        return _ratio(self.num_reused_tokens, self.num_reused_tokens + self.num_prefill_tokens)
-
 
 def step_metrics(trace: Iterable[Event]) -> list[StepMetrics]:
     """Return the metrics of every finished step of a trace (or of its first events), in order.

@@ -19,7 +19,7 @@ from minillm import LLM, SamplingParams
 from minillm.cache.paged import PagedKVCache
 from minillm.config import EngineArgs
 from minillm.engine import assembly
-from minillm.errors import ConfigError, TokenizerMismatchError
+from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedError
 from minillm.models import bundled
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_config, load_model, save_llama
@@ -262,3 +262,26 @@ def test_the_gpu_of_the_model_decides_whether_there_is_bfloat16(monkeypatch: pyt
     config = replace(load_config(bundled.path("minicoder")), dtype="bfloat16")
     assert assembly.choose_dtype("auto", torch.device("cuda:1"), config) == torch.bfloat16
     assert assembly.choose_dtype("auto", torch.device("cuda:0"), config) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("speculation", "error", "words"),
+    [
+        ({"model": "nowhere-draft"}, CheckpointError, "no model 'nowhere-draft'"),
+        ({"model": "minicoder-draft", "quantization": "int3"}, UnsupportedError, "quantization='int3'"),
+        ({"method": "staged", "model": "nowhere-draft"}, CheckpointError, "no model 'nowhere-draft'"),
+        ({"method": "draft_tree", "model": "nowhere-draft"}, CheckpointError, "no model 'nowhere-draft'"),
+        ({"method": "self_quant", "quantization": "int3"}, UnsupportedError, "quantization='int3'"),
+        ({"method": "self_sparse", "budget": 8}, ConfigError, "budget=8 must be above block_size=16"),
+        ({"method": "heads", "model": "nowhere"}, CheckpointError, "'nowhere' of speculative method 'heads'"),
+        ({"method": "heads"}, ConfigError, "'heads' needs 'model'"),
+        ({"method": "prompt_tokens"}, ConfigError, "'prompt_tokens' needs 'model'"),
+        ({"method": "ngram", "fallback": {"method": "heads"}}, ConfigError, "'heads' needs 'model'"),
+    ],
+)
+def test_options_of_drafters_are_checked_before_any_model_is_loaded(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(error, match=words):
+        LLM(str(tiny.target), speculative_config=speculation)

@@ -117,6 +117,8 @@ def test_any_value_of_any_entry_of_rope_runs_or_is_refused(folder: Path, kind: s
         ("rope_scaling", '{"rope_type": "linear"}', "kind 'linear' needs the number 'factor'"),
         ("rope_scaling", '{"type": "linear", "factor": 1e400}', r"rope_scaling.factor is inf; .* up to 1e\+06"),
         ("rope_scaling", '{"type": "longrope", "factor": 2}', "RoPE of kind 'longrope' is not supported"),
+        ("rope_scaling", '{"type": "su", "short_factor": [1.0]}', "RoPE of kind 'su' is not supported"),
+        ("rope_parameters", '{"rope_type": "longrope", "long_factor": [2.0]}', "RoPE of kind 'longrope' is not supp"),
         ("rope_scaling", '{"type": "linear", "factor": 2, "mrope_section": [1]}', "unknown entry 'mrope_section'"),
         ("eos_token_id", "300", "eos_token_id has 300; ids of this model go from 0 to 299"),
         ("eos_token_id", "[0, -3]", r"eos_token_id\[1\] is -3; it must be a token's id, a list of ids, or null"),

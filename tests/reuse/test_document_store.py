@@ -226,6 +226,12 @@ def test_refusals(llm: LLM, store: DocumentStore, tiny: TinyPair, tmp_path: Path
         DocumentStore(llm, tmp_path, max_bytes=0)
     with pytest.raises(ConfigError, match="max_bytes=nan"):
         DocumentStore(llm, tmp_path, max_bytes=float("nan"))
+    (tmp_path / "a-file.py").write_text("")
+    with pytest.raises(ConfigError, match=r"a-file\.py is a file"):
+        DocumentStore(llm, tmp_path / "a-file.py")
+    for given in (None, 5):
+        with pytest.raises(PromptError, match=f"documents must be a list, .* not {type(given).__name__}"):
+            store.prompt(given, "x")  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="without tokens"):
         store.add("")
     with pytest.raises(PromptError, match="documents must be a list"):

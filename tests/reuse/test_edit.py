@@ -193,6 +193,12 @@ def test_refusals_name_the_value_and_the_fix(llm: LLM, tiny: TinyPair) -> None:
     for token in ("x", 10**30):
         with pytest.raises(PromptError, match=f"prompt token 3 is {token!r}; ids must be integers"):
             edited_prompt(llm, [1, 2, 3, token, 4, 5], 2, 5, [7], salt="a")
+    for start, stop in ((0.0, 1), (0, None)):
+        with pytest.raises(PromptError, match=f"the span {start}:{stop} must be two integers"):
+            edited_prompt(llm, [1, 2, 3, 4], start, stop, [5], salt="x")  # type: ignore[arg-type]
+    for old, new in ((5, [5]), ([1, 2, 3, 4], None), ("abc", [5])):
+        with pytest.raises(PromptError, match=r"(token|new)_ids=.* must be a sequence of token ids"):
+            edited_prompt(llm, old, 0, 1, new, salt="x")  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="deletes all 4 tokens; leave at least one"):
         edited_prompt(llm, [1, 2, 3, 4], 0, 4, [], salt="a")
     with pytest.raises(PromptError, match="0 tokens have no logits"), Scratch(llm, 4) as scratch:

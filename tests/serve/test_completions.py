@@ -173,6 +173,10 @@ def test_echo_without_new_tokens_scores_a_text(server: RunningServer, offline: L
     assert answer.choices[0].text == PROMPTS[2]
     assert len(answer.choices[0].logprobs.tokens) == len(ids) == answer.usage.total_tokens
     assert "".join(answer.choices[0].logprobs.tokens) == PROMPTS[2]
+    text = "a\r\nb\x0bc\r\n"
+    told = server.client().completions.create(model=NAME, prompt=text, max_tokens=0, echo=True, logprobs=0).choices[0]
+    placed = zip(told.logprobs.text_offset, told.logprobs.tokens, strict=True)
+    assert all(text[at:].startswith(token) for at, token in placed) and "".join(told.logprobs.tokens) == text
     options = {"model": NAME, "prompt": PROMPTS[2], "max_tokens": 0, "echo": True}
     *_, last = server.client().completions.create(stream=True, stream_options={"include_usage": True}, **options)
     assert (last.usage.completion_tokens, last.usage.total_tokens) == (0, len(ids))

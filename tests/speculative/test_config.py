@@ -122,7 +122,7 @@ def test_a_fallback_may_draft_wherever_the_method_makes_less_than_all_of_its_dra
         ({**TREE, "tree_nodes": 20}, ConfigError, "tree_nodes=20 only affects a measured shape"),
         ({**MEASURED, "tree_nodes": 64}, ConfigError, "tree_nodes=64 makes 64 drafts, at most 63"),
         ({**MEASURED, "tree_levels": 0}, ConfigError, "tree_levels=0"),
-        ({**MEASURED, "tree_draft_cost": -1}, ConfigError, "tree_draft_cost=-1 must be a number of at least 0"),
+        ({**MEASURED, "tree_draft_cost": -1}, ConfigError, "tree_draft_cost=-1 must be a finite number of at least 0"),
         ({**MEASURED, "tree_verify_cost": "x"}, ConfigError, "tree_verify_cost='x'"),
         ({**TREE, "speculative_token_tree": "((("}, ConfigError, r"'\(\(\(' must list each node"),
         ({**TREE, "speculative_token_tree": [(0,), (-1,)]}, ConfigError, "must list each node by the ranks"),
@@ -171,7 +171,7 @@ def test_a_fallback_may_draft_wherever_the_method_makes_less_than_all_of_its_dra
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, ConfigError, "suffix_decoding_max_tree_depth=0"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, ConfigError, "at least 0"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": -0.5}, ConfigError, "-0.5.*at least 0"),
-        ({"method": "suffix", "suffix_decoding_max_spec_factor": float("inf")}, ConfigError, "inf"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": float("inf")}, ConfigError, "inf must be a finite"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, ConfigError, "1.5.*at most 1"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": "0.1"}, ConfigError, "'0.1'"),
         ({"method": "ngram", "ngram_prompt_lookup_max": 3}, UnknownOptionError, "ngram_prompt_lookup_max"),
@@ -181,6 +181,13 @@ def test_a_fallback_may_draft_wherever_the_method_makes_less_than_all_of_its_dra
 def test_bad_options_name_themselves(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         SpeculativeConfig.from_dict(options)
+
+
+@pytest.mark.parametrize("branching", [[2] * 20_000, [10**5000]], ids=["deep", "wide"])
+def test_a_tree_of_any_size_is_refused_in_few_words(branching: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"tree_branching=\[.* makes at least .* drafts, at most 63") as problem:
+        SpeculativeConfig.from_dict({**TREE, "tree_branching": branching})
+    assert len(str(problem.value)) < 250
 
 
 @pytest.mark.parametrize("method", ["draft_tree", "suffix"])

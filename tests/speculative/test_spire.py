@@ -359,6 +359,7 @@ def test_positions_that_a_token_sees() -> None:
     [
         ({"num_layers": 0}, "num_layers=0 must be an integer of at least 1"),
         ({"window": 0}, "window=0"),
+        ({"window": 1, "num_sinks": 0}, "window=1 must be an integer of at least 2"),
         ({"num_sinks": -1}, "num_sinks=-1"),
         ({"feedback": "yes"}, "feedback='yes' must be True or False"),
     ],

@@ -15,6 +15,7 @@ from minillm.trace import TokensCommitted
 from tests.conftest import TinyPair
 
 ROUNDS = 4000
+SYNTHETIC = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
 
 
 def accepted(rule: SyntheticRule, num_drafts: int) -> list[int]:
@@ -40,17 +41,22 @@ def test_a_length_becomes_the_rates_that_vllm_takes(length: float, rates: tuple[
 
 
 def test_the_engine_accepts_what_it_is_told_to(tiny: TinyPair) -> None:
-    given = {
-        "model": str(tiny.draft),
-        "num_speculative_tokens": 3,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [1.0, 1.0, 0.0],
-    }
+    given = {**SYNTHETIC, "model": str(tiny.draft), "synthetic_acceptance_rates": [1.0, 1.0, 0.0]}
     llm = LLM(str(tiny.target), speculative_config=given)
     with llm.trace() as trace:
         llm.generate(["a b c"], SamplingParams(temperature=0, max_tokens=31, ignore_eos=True), use_tqdm=False)
     rounds = [e for e in trace.events if isinstance(e, TokensCommitted) and e.num_drafts]
     assert {e.num_accepted for e in rounds if e.num_drafts == 3} == {2}
+
+
+def test_rounds_have_the_length_that_was_asked_for_unless_the_policy_may_shorten_them(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minillm.speculative.config.ADAPTIVE", True)
+    given = {**SYNTHETIC, "model": str(tiny.draft), "synthetic_acceptance_length": 1.5}
+    assert not SpeculativeConfig.from_dict(given).adaptive
+    assert SpeculativeConfig.from_dict({**given, "adaptive": True}).adaptive
+    assert SpeculativeConfig.from_dict({"method": "draft_model", "model": str(tiny.draft)}).adaptive
 
 
 BAD: list[tuple[Mapping[str, object], type[MinillmError], str]] = [
