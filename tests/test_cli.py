@@ -152,7 +152,7 @@ def test_sampling_options_reach_the_engine(monkeypatch):
     params = seen["params"]
     assert (seen["model"], seen["prompts"]) == ("m", ["from stdin"])
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (7, 0.5, 0.9, 3)
-    assert (params.seed, params.stop) == (4, ["a", "b"])
+    assert (params.seed, params.stop) == (4, ("a", "b"))
     assert seen["options"] == {
         "dtype": "float32",
         "device": "cpu",
