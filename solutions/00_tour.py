@@ -158,8 +158,9 @@ show(pages)
 # ## Measure
 #
 # Counts explain more than timings, so count first. Without drafts, every token of a request needs a forward of its own.
-# (The first token of each request comes from its prefill and is not counted here.) Near its end a request gets fewer
-# than four drafts: a round never proposes more tokens than the request may still need.
+# A forward that serves three requests is counted once for each of them. (The first token of each request comes from its
+# prefill and is not counted here.) Near its end a request gets fewer than four drafts: a round never proposes more
+# tokens than the request may still need.
 
 # %%
 metrics = [output.metrics for output in outputs]
@@ -169,6 +170,9 @@ per_forward = generated / forwards
 print(f"{forwards} forwards: {drafted} drafts, {accepted} accepted ({accepted / drafted:.0%}), {generated} new tokens")
 print(f"{accepted} accepted + {generated - accepted} added by the target = {generated}")
 print(f"{generated} / {forwards} = {per_forward:.2f} tokens per forward")
+verified = forwards + drafted  # a forward runs over the last token of a request and its drafts
+print(f"tokens that these forwards run over: {forwards} + {drafted} = {verified}; without drafts {generated}")
+claim("With drafts the target runs over more tokens than without.", verified > generated, of_model=True)
 reveal("l00.tokens_per_forward", per_forward)
 
 # %% [markdown]
@@ -204,9 +208,10 @@ reveal("l00.waste", 100 * busiest.waste_slots / slots)
 # %% [markdown]
 # **Does any of this change the text?** At temperature 0, which always takes the most probable token, no. An engine
 # without drafts, and engines with pages of 4 and of 64 tokens, generate the same tokens from the same prompts. Only the
-# number of forwards and the number of empty slots differ. (A forward over five tokens may add numbers in another order
-# than one over a single token, so the last digits of its results differ. Where two tokens are almost equally probable,
-# that can change the text: hardly ever with the 32-bit numbers used here, more often with 16 bits.)
+# number of forwards and the number of empty slots differ. (On a CPU this engine's compiled step adds in one fixed
+# order, so a forward over five tokens gives each of them the same result as a forward over it alone. PyTorch and GPU
+# libraries may choose another order for five tokens than for one, and then the last digits differ. Where two tokens are
+# almost equally probable, that can change the text: hardly ever with 32-bit numbers, more often with 16 bits.)
 
 
 # %%
@@ -256,9 +261,9 @@ claim("A request on its own gains more from drafts than three together.", alone 
 # With one request at a time, a forward over one token reads all weights and does little arithmetic with them, so
 # verifying four drafts costs far less than four more forwards. With three requests, each forward already serves all
 # three, and verifying fifteen tokens is real work for a few cores. **Speculative decoding uses arithmetic that would
-# otherwise be idle. Where none is idle, it loses time:** verifying costs nearly as much as the forwards that it saves,
-# and drafting comes on top. So by default the engine drafts only as many tokens as pay. Here that is switched off
-# (`"adaptive": False`); lesson 11 is about it.
+# otherwise be idle. Where none is idle, it loses time:** the target runs over more tokens than without drafts (counted
+# above), and drafting comes on top. So by default the engine drafts only as many tokens as pay. Here that is switched
+# off (`"adaptive": False`); lesson 11 is about it.
 #
 # ### Where it loses
 #
@@ -403,9 +408,9 @@ show(CachePagesView(tight_trace), step=first_preemption(tight_trace).step)
 #    ends.
 # 3. A draft model proposes tokens, the target verifies several of them in one forward, and rejected ones are taken back
 #    by lowering a counter; nothing is erased.
-# 4. At temperature 0, drafts, page sizes and preemption do not change the text, unless rounding decides between two
-#    tokens that are almost equally probable: you tested all three. With sampling, drafts leave its distribution
-#    unchanged.
+# 4. At temperature 0, drafts, page sizes and preemption do not change the text: you tested all three. (Where the order
+#    of additions depends on the number of tokens, rounding may decide between two tokens that are almost equally
+#    probable.) With sampling, drafts leave its distribution unchanged.
 # 5. Drafts save forwards of the target and cost forwards of the draft model. Whether that is faster has to be measured.
 #
 # **Next:** lesson 1 builds the simplest engine, from attention to a generated text, and shows what it costs.

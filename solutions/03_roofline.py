@@ -638,9 +638,9 @@ def engine(model: Decoder, folder: str) -> LLM:
 mha = with_kv_heads(model, config.num_heads, repeat_heads)
 back = with_kv_heads(mha, config.num_kv_heads, pool)
 original, pooled_back = generate_tokens(llm), generate_tokens(engine(back, "pooled_back"))
-same = all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
+same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), back.parameters(), strict=True))
 print(f"{config.num_kv_heads} KV heads → {config.num_heads} (repeated) → {config.num_kv_heads} (pooled)")
-claim("The weights are equal to the last bit.", same)
+claim("The weights are equal up to rounding.", same)
 claim("The engine writes the same 24 tokens.", pooled_back == original)
 del back
 

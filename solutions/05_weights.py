@@ -372,6 +372,10 @@ growth = table["INT4, groups of 128"][1] / table["INT8, yours"][1]
 reveal("l05.kl", round(growth, -1))
 by_groups = [table[f"INT4, groups of {size}"] for size in (128, 64, 32)]
 claim("From 8 bits to 4, the KL grows more than fiftyfold.", growth > 50, of_model=True)
+smaller = [round(16 / table[name][0], 2) for name in ("INT8, yours", "INT4, groups of 128")]
+claim(
+    "INT8 is 1.98 times smaller than 16 bits, INT4 in groups of 128 3.85 times.", smaller == [1.98, 3.85], of_model=True
+)
 claim(
     "Smaller groups have less KL and more bits.",
     by_groups == sorted(by_groups) and by_groups[2][1] < by_groups[1][1] < by_groups[0][1],
@@ -410,7 +414,8 @@ def awq_scale(
     x:         [tokens, in] float32, a sample of the layer's inputs
     rounded:   the function Q: quantises a matrix [out, in] and dequantises it again
     exponents: the values of a to try
-    returns:   the best a, and its s [in] (at least 1e-4, for channels that are never active)
+    returns:   the best a, and its s [in]: max(mean|x|^a, 1e-4), raised to the power first
+               (so that a channel that is never active gets no s of 0)
 
     Example: exponents = [0.0] always gives 0.0 and a row of ones.
     """
@@ -588,6 +593,13 @@ claim(
     squeeze[0] > g32[0] and 0.85 < squeeze[1] / g32[1] < 1.15,
     of_model=True,
 )
+wide = sum(8 * spec.num_bytes for spec in make_scheme("squeezellm").tensors(4096, 4096).values()) / 4096**2
+claim(
+    "Its codebooks take 0.67 bits per weight in rows of 384, 0.06 in rows of 4096: there it needs 4.2 bits, not 4.8.",
+    [round(16 * 16 / columns, 2) for columns in (384, 4096)] == [0.67, 0.06]
+    and (round(wide, 1), round(squeeze[0], 1)) == (4.2, 4.8),
+    of_model=True,
+)
 
 # %% [markdown]
 # ## Measure
@@ -635,7 +647,7 @@ for part in dict.fromkeys(name.split(".")[-1] for name in original):
     names = [name for name in original if name.endswith(part)]
     size = [calibration.layers[name].inputs.abs().mean(0) for name in names]
     strongest[part] = [float(one.max() / one.median()) for one in size]
-    print(f"  {part:13}", " ".join(f"{ratio:4.0f}" for ratio in strongest[part]))
+    print(f"  {part:13}", " ".join(f"{ratio:4.1f}" for ratio in strongest[part]))
     for label, kind in KINDS.items():
         for name in names:
             x, exact = calibration.layers[name].inputs, calibration.layers[name].inputs @ original[name].weight.T
@@ -1056,13 +1068,13 @@ FAMILIES = {
     Awq: (AwqForgetsX, AwqInverted),
     DenseSparse: (OutliersTwice,),
 }
-grown, passed = {}, []
+grown, passed, amounts = {}, [], {Int4: kl_of(Int4)}
 print(f"{'':15} half a step   zeros   alone   KL, times the right one")
 for right, mistakes in FAMILIES.items():
-    right_kl = kl_of(right)
     for kind in (right, *mistakes):
         made = kind(probe_name, probe)
-        times = 1.0 if kind is right else kl_of(kind) / right_kl
+        amounts[kind] = kl_of(kind)
+        times = amounts[kind] / amounts[right]
         cells = within_half_a_step(made), finite_with_zeros(kind), same_alone(made)
         amount = f"{times:.2g}" if times < 1000 else "over 1000"
         grown[kind.__name__] = times
@@ -1088,16 +1100,27 @@ claim(
     len(passed) == 5 and min(grown[name] for name in passed) > 1.5,
     of_model=True,
 )
+of_int4 = {kind: amount / amounts[Int4] for kind, amount in amounts.items()}
+print(
+    "of INT4's KL: "
+    + ", ".join(f"{k.__name__} {of_int4[k]:.0%}" for k in (Int8PerTensor, Int8Truncates, OneTokenScale))
+)
+claim(
+    "Int8PerTensor and Int8Truncates stay below a tenth of plain INT4's KL; OneTokenScale has more than half of it.",
+    max(of_int4[Int8PerTensor], of_int4[Int8Truncates]) < 0.1 and of_int4[OneTokenScale] > 0.5,
+    of_model=True,
+)
 claim("AwqInverted is visible on a layer with an outlier channel.", upside_down > 2 * with_outlier[3])
 
 # %% [markdown]
 # `Int8Sum` multiplies the KL by more than a thousand, which ruins any text. `AwqForgetsX` and `OutliersTwice` multiply
-# a KL that was large already, so a reader should notice. Three others multiply the tiny KL of INT8 and W8A8, which a
-# reader should hardly notice. The inverted scales only double the KL in this
-# model, because few of its linear layers have an outlier channel. The last two (the code that is clipped, the token of
-# zeros) are nearly as good as the right ones on ordinary text. So test the *parts* (the bound of half a step, rows and
-# tokens of zeros, a token alone and beside others, a layer built to have an outlier channel) *and* the whole, by its KL:
-# five of the nine pass those of the first three checks that they get.
+# a KL that was large already, so a reader should notice. `Int8PerTensor` and `Int8Truncates` multiply the tiny KL of
+# INT8, which stays tiny: a reader should hardly notice. `OneTokenScale` multiplies that of W8A8 to more than half of
+# plain INT4's. The inverted scales only double the KL in this model, because few of its linear layers have an outlier
+# channel. The last two (the code that is clipped, the token of zeros) are nearly as good as the right ones on ordinary
+# text. So test the *parts* (the bound of half a step, rows and tokens of zeros, a token alone and beside others, a
+# layer built to have an outlier channel) *and* the whole, by its KL: five of the nine pass those of the first three
+# checks that they get.
 #
 # ## In the field
 #

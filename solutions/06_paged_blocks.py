@@ -241,7 +241,8 @@ def my_paged_attention(q, keys, values, batch, window=None):
     """Your attention for each request of a batch, one after the other."""
     outputs = []
     for r, (start, end) in enumerate(zip(batch.query_start, batch.query_start[1:], strict=False)):
-        table = batch.block_tables[r].tolist()
+        num_blocks = -(-batch.seq_lens[r] // batch.block_size)
+        table = batch.block_tables[r, :num_blocks].tolist()  # without the padding of its row
         outputs.append(my_attention(q[start:end], keys, values, table, batch.seq_lens[r], batch.block_size))
     return torch.cat(outputs)
 
@@ -417,7 +418,9 @@ found, forked = (sum(e.num_tokens for e in shared if e.source == source) for sou
 print(f"{asked} prompt tokens in all, {computed} computed by the model")
 print(f"{found} found in the prefix cache, {forked} forked from another completion of the prompt")
 completions = sum(len(output.outputs) for output in outputs)
-print(f"{len(shared)} of {completions} completions share blocks, {len(trace.of(BlockCopied))} copied one before writing")
+print(
+    f"{len(shared)} of {completions} completions share blocks, {len(trace.of(BlockCopied))} copied one before writing"
+)
 claim("Every prompt token was computed, found or forked.", computed + found + forked == asked)
 claim("More than half of the prompt tokens did not have to be computed.", found + forked > asked / 2)
 
@@ -469,11 +472,14 @@ print("block size   wasted slots per request   filled")
 for size, (waste, filled) in measured.items():
     print(f"{size:10} {waste:26.1f} {filled:8.0%}")
 reveal("l06.waste", round(measured[16][0], 1))
-print(f"a buffer for the whole context, as in lesson 2, would be filled to {sum(lengths) / reserved:.0%}")
+print(
+    f"a buffer for the whole context, as in lesson 2, would be filled to {sum(lengths) / reserved:.0%} "
+    f"(at the end, with {greedy.max_tokens} new tokens)"
+)
 short = sum(length - 16 <= 256 for length in lengths)
 print(f"{short} of the {len(lengths)} texts fit into one block of 256")
 claim(
-    "Up to blocks of 64, a request wastes about half a block.",
+    "Up to blocks of 64, a request wastes about (block size - 1) / 2 slots.",
     all(abs(measured[size][0] - (size - 1) / 2) < size / 10 for size in SIZES[:4]),
 )
 claim(
@@ -482,9 +488,9 @@ claim(
 )
 
 # %% [markdown]
-# A text may end anywhere in its last block, so about half a block is wasted on average, as long as blocks are not
-# longer than most texts. Here no text is longer than a block of 256: such a block wastes memory as a reserved buffer
-# does.
+# A text may end anywhere in its last block, so (block size - 1) / 2 slots are wasted on average: about half a block, a
+# little less if blocks are small. This holds as long as blocks are not longer than most texts. Here no text is longer
+# than a block of 256: such a block wastes memory as a reserved buffer does.
 #
 # Small blocks waste little, but blocks of one token have other costs. Every block needs a table entry, an allocation
 # and a hash, and a kernel reads 16 consecutive rows faster than 16 scattered ones. (Small blocks have one more

@@ -450,11 +450,11 @@ claim(
 LineChart(
     f"One decode step of {NAME} against its batch, on this machine",
     Axis("requests in the step", log=True, ticks=SIZES),
-    Axis("times a step of one", log=True),
+    Axis("times the value at one request", log=True),
     [
         Series("time of the step", SIZES, middle, [min(r) for r in relative], [max(r) for r in relative]),
         Series("tokens per second", SIZES, rate),
-        Series("if a step cost the same at any size", SIZES, SIZES, style="modelled"),
+        Series("tokens per second, if a step cost the same at any size", SIZES, SIZES, style="modelled"),
     ],
     f"A step of 32 requests takes {middle[-1]:.1f} times as long as a step of one, "
     f"and gives {rate[-1]:.1f} times as many tokens per second.",

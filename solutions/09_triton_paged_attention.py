@@ -161,7 +161,7 @@ def decode_kernel(
     q_ptr,  # [requests, heads, DIM]
     k_ptr,  # [slots, NUM_KV, DIM], shared by all requests
     v_ptr,
-    table_ptr,  # [requests, table_stride] block ids
+    table_ptr,  # [requests, table_stride] block ids: rows padded to the longest table; row r begins at r · table_stride
     length_ptr,  # [requests]: cached tokens of each, including the newest
     out_ptr,  # like q
     table_stride,
@@ -817,7 +817,7 @@ print("averaging:", repr(tokenizer.decode(wrong_tokens)))
 # %%
 scores = HEADS * 4 * 4  # bytes per key: fp32 scores written, read, weights written, read: what a fused kernel saves
 print(
-    f"decoding: the scores that a fused kernel keeps on the chip are {scores / (scores + KV_HEADS * 2 * PLAIN_ROW):.0%} of the bytes of an unfused step"
+    f"decoding: the scores that a fused kernel keeps on the chip are {scores / (scores + KV_HEADS * 2 * PLAIN_ROW):.0%} of the bytes of unfused attention"
 )
 
 WEIGHTS, LAYERS = 16e9, 32

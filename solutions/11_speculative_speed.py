@@ -11,17 +11,17 @@
 #
 # **Question.** *When does guessing make a model faster, and when slower?*
 #
-# In [speculative decoding](glossary.md#speculative-decoding), a cheap [draft](glossary.md#draft) proposes γ tokens and
-# the [target](glossary.md#target) judges all of them in one forward. The text is exactly the target's (lesson 10 proves
-# that). Whether it comes *sooner* is open. Three things decide: how many drafts the target accepts, what it costs
-# to draft a token, and what it costs to verify one. Articles mostly give the first, and leave out the other two.
+# In [speculative decoding](glossary.md#speculative-decoding), a cheap [drafter](glossary.md#drafter) proposes γ tokens
+# and the [target](glossary.md#target) judges all of them in one forward. The text is exactly the target's (lesson 10
+# proves that). Whether it comes *sooner* is open. Three things decide: how many drafts the target accepts, what it
+# costs to draft a token, and what it costs to verify one. Articles mostly give the first, and leave out the other two.
 #
 # You write the formula, and test it at any acceptance. Then you make drafts in three ways: with a small model, from the
 # text itself, and as a tree. Finally you write the rule by which an engine decides, while it runs, how many drafts to
 # make: none, one, or six.
 #
 # You need lesson 0 (what a [round](glossary.md#round) is) and lesson 3 (what limits a step). Everything runs on a
-# laptop's CPU, with a target of 12 million parameters and a draft of a tenth of that.
+# laptop's CPU, with a target of 12 million parameters and a draft model of a tenth of that.
 
 # %%
 import os
@@ -109,7 +109,7 @@ check("l11.expected_tokens")
 #
 # Test the formula in the engine, at any acceptance. With `rejection_sample_method="synthetic"` (vLLM has it, too) the
 # engine drafts, verifies and rolls back as always, but whether a draft is accepted is drawn at given rates. (So the
-# text is nonsense. It serves to measure an engine before there is a good draft.)
+# text is nonsense. It serves to measure an engine before there is a good draft model.)
 
 # %%
 from itertools import accumulate
@@ -162,8 +162,8 @@ claim(
     abs(my_tokens(alphas) - acceptance.tokens_per_round) < 0.15,
     of_model=True,
 )
-falling = [by_gamma[g] for g in (6, 4, 2) if g in by_gamma]  # another draft may never get as far as six
-claim("The same draft has a lower accepted / drafted with a larger γ.", falling == sorted(falling), of_model=True)
+falling = [by_gamma[g] for g in (6, 4, 2) if g in by_gamma]  # another draft model may never get as far as six
+claim("The same draft model has a lower accepted / drafted with a larger γ.", falling == sorted(falling), of_model=True)
 claim(
     "Accepted / drafted is below the conditional acceptance of each of the first four positions.",
     acceptance.accepted_share < min(alphas[:4]),
@@ -177,8 +177,9 @@ claim(
 # * The **conditional acceptance** of a position counts only drafts that were judged. Use it in the formula.
 # * The **[marginal acceptance](glossary.md#marginal-acceptance)** divides by all rounds. If all rounds have γ drafts, it
 #   is the product of the conditional ones up to the position. vLLM reports it. It can only fall from position to
-#   position, even if the draft is equally good at each, and stays equal only where every draft is accepted.
-# * **Accepted / drafted** depends on γ: a larger γ adds drafts that are never judged. It says little about the draft.
+#   position, even if the draft model is equally good at each, and stays equal only where every draft is accepted.
+# * **Accepted / drafted** depends on γ: a larger γ adds drafts that are never judged. It says little about the
+#   draft model.
 #
 # ### Exercise 2: the best number of drafts
 #
@@ -265,8 +266,8 @@ SpeedUpSurface(points, row=one.row, max_gamma=6)
 # %% [markdown]
 # The break-even line is α = c + row: the first draft of a round is the most valuable one, and it must earn more than it
 # costs. Every machine has its own line. On a GPU with one request a further row is almost free (lesson 3: the step
-# waits for the weights), so there a draft pays almost as soon as α exceeds c. (c may be larger than the draft's size
-# suggests: on a GPU a short forward waits for its kernels to be started, not for bytes.) On a CPU, or with many
+# waits for the weights), so there a draft pays almost as soon as α exceeds c. (c may be larger than the draft model's
+# size suggests: on a GPU a short forward waits for its kernels to be started, not for bytes.) On a CPU, or with many
 # requests, the line moves to the right.
 #
 # ### Exercise 3: drafts without a model
@@ -490,12 +491,12 @@ claim("Where a row costs a tenth of a step, the chain is the fastest.", max(dear
 # %% [markdown]
 # A tree pays where rows are nearly free: on a GPU with few requests, for a large target. Here `(2, 1, 1)` buys part of a token
 # per round with twice the drafts. (Sequoia chooses the tree's shape by dynamic programming from α and the price of rows;
-# EAGLE-2 grows it where the draft is confident.)
+# EAGLE-2 grows it where the draft model is confident.)
 #
-# ### Exercise 5: a draft that is trained to be accepted
+# ### Exercise 5: a draft model that is trained to be accepted
 #
 # A draft model is trained to imitate the target. The usual loss is the [KL divergence](glossary.md#kl-divergence)
-# KL(p‖q). But the draft is too small to imitate everything, and what counts is Σ min(p, q), the probability that the
+# KL(p‖q). But this model is too small to imitate everything, and what counts is Σ min(p, q), the probability that the
 # target accepts. So train on that (it is one of the LK losses of Samarin et al. 2026; SPIRe mixes KL with the rejection rate
 # 1 − Σ min(p, q)).
 
@@ -505,6 +506,8 @@ def distil_loss(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torc
     """Return −log Σ min(p, q), averaged over the rows: a tensor without dimensions.
 
     target_logits, draft_logits: [rows, vocab]; p is the softmax of the former, q that of the latter
+
+    The draft model is trained with it: compute it with functions of torch, so that it has a gradient.
 
     Example: p = (½, ½) and q = (¾, ¼) give −log(½ + ¼) = 0.288.
     """
@@ -518,10 +521,10 @@ def distil_loss(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torc
 check("l11.distil_loss")
 
 # %% [markdown]
-# A minimal example of a draft too small for its target: the target's distribution has two modes (peaks), the
-# draft's only one, with a centre and a width to learn.
+# A minimal example of a draft model too small for its target: the target's distribution has two modes (peaks), the
+# draft model's only one, with a centre and a width to learn.
 
-# %% tags=["expected"] alt="Three curves over forty tokens: the target with two modes; the draft trained by KL, one wide mode across both; the draft trained on acceptance, a narrow mode on the larger one."
+# %% tags=["expected"] alt="Three curves over forty tokens: the target with two modes; the draft model trained by KL, one wide mode across both; the draft model trained on acceptance, a narrow mode on the larger one."
 from torch.nn import functional as F
 
 my_loss = use("l11.distil_loss")
@@ -531,7 +534,7 @@ target = (modes / modes.sum()).log()[None]
 
 
 def fit(loss) -> tuple[torch.Tensor, float]:
-    """The draft's distribution after training with `loss`, and its acceptance."""
+    """The draft model's distribution after training with `loss`, and its acceptance."""
     centre, log_width = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (17.0, 1.5))
     adam = torch.optim.Adam([centre, log_width], lr=0.1)
     with torch.enable_grad():
@@ -552,23 +555,23 @@ print(f"with c = 0.1 and free verification: {speeds[0]:.2f}× and {speeds[1]:.2f
 claim("Training on acceptance raises acceptance.", alpha_lk > alpha_kl + 0.1)
 ids = list(range(40))
 LineChart(
-    "A target with two modes, and two drafts with one",
+    "A target with two modes, and two draft models with one",
     Axis("token"),
     Axis("probability"),
     [
         Series("target", ids, target.softmax(-1)[0].tolist(), style="modelled"),
-        Series("draft, trained by KL", ids, by_kl.tolist()),
-        Series("draft, trained on acceptance", ids, by_acceptance.tolist()),
+        Series("draft model, by KL", ids, by_kl.tolist()),
+        Series("draft model, on acceptance", ids, by_acceptance.tolist()),
     ],
-    "The draft trained by KL covers both modes; the one trained on acceptance covers the larger one.",
+    "The draft model trained by KL covers both modes; the one trained on acceptance covers the larger one.",
 )
 
 # %% [markdown]
-# KL(p‖q) punishes a draft most where the target's probability is high and its own is near 0. So the draft spreads over
-# both modes (KL is *mode-covering*), and much of it lies where the target has almost nothing. The acceptance loss gives up
-# the smaller mode. (It takes the logarithm because far from the target the gradient of Σ min(p, q) itself is weak; where that sum is the
-# loss, KL comes first or is mixed in. The bundled draft was trained on KL + the rejection rate + a little
-# cross-entropy: `minillm/training/distill.py`.)
+# KL(p‖q) punishes a draft model most where the target's probability is high and its own is near 0. So it spreads over
+# both modes (KL is *mode-covering*), and much of it lies where the target has almost nothing. The acceptance loss gives
+# up the smaller mode. (It takes the logarithm because far from the target the gradient of Σ min(p, q) itself is weak;
+# where that sum is the loss, KL comes first or is mixed in. The bundled draft model was trained on KL + the rejection
+# rate + a little cross-entropy: `minillm/training/distill.py`.)
 #
 # ### Exercise 6: how many drafts, in this step?
 #
@@ -756,10 +759,9 @@ claim(
 # processor has no arithmetic left to compute them for nothing. The price has changed, not the chance that a draft is
 # right. (The rows with one request ran two of these prompts, those with eight ran all eight, so their tokens per
 # forward may differ.) With eight requests and four drafts each the draft model gives three tokens per forward, and yet
-# the run is at best a little faster than without drafts. **n-grams** give 1.3, too few to pay for their rows: over both
-# texts they make the run slower. Rows that are verified and rejected take time, whoever drafted them. That is why
-# a server drafts when it is quiet and stops when it is busy, and why a benchmark with one request says nothing about a
-# server.
+# the speed-up is less than half of that. **n-grams** give 1.3, too few to pay for their rows: over both texts they make
+# the run slower. Rows that are verified and rejected take time, whoever drafted them. That is why a server drafts when
+# it is quiet and stops when it is busy, and why a benchmark with one request says nothing about a server.
 #
 # **Adaptive drafting** drafts less where the prices are high, or where few drafts are accepted. Compare its rows with
 # those of four drafts. (The runs are short and the clock is noisy: differences of a tenth say little. A measured number
@@ -850,25 +852,25 @@ claim("Prices of another machine cost most.", min(speeds, key=speeds.get) == "pr
 # | PARD | a draft model with mask tokens: K drafts in one forward | K |
 # | Sequoia | any draft model | the tree's shape by dynamic programming for a machine |
 # | Arctic (Snowflake) | suffix decoding first, a model where it finds nothing | by the length of the match |
-# | llama.cpp, transformers | a draft model, or prompt lookup (`prompt_lookup_num_tokens`) | fixed, or by the draft's confidence |
+# | llama.cpp, transformers | a draft model, or prompt lookup (`prompt_lookup_num_tokens`) | fixed, or by the draft model's confidence |
 
 # %%
 quoted(
-    "7B on an A100, tokens per step → speed: small draft model 2.28 → 1.52×, look-up 1.64 → 1.66×, Medusa 2.31 → "
+    "7B on an A100, tokens per step → speed: small draft model 2.28 → 1.52×, look-up 1.75 → 1.66×, Medusa 2.31 → "
     "1.71×, Hydra 3.26 → 2.07×, EAGLE-2 4.34 → 2.36×",
     "Spec-Bench",
 )
 print("plain steps per round, from these pairs:")
 for name, tokens_per_step, faster in (
     ("small draft model", 2.28, 1.52),
-    ("look-up", 1.64, 1.66),
+    ("look-up", 1.75, 1.66),
     ("EAGLE-2", 4.34, 2.36),
 ):
     print(f"  {name:18} {tokens_per_step / faster:.2f}")
 
 # %% [markdown]
 # By these numbers look-up is faster than a small draft model, with fewer tokens per step. The denominator explains it:
-# a round of the small draft model takes one and a half plain steps, a round of look-up one.
+# a round of the small draft model takes one and a half plain steps, a round of look-up hardly more than one.
 #
 # **Claims, checked.**
 #
@@ -877,7 +879,7 @@ for name, tokens_per_step, faster in (
 # | speed-up = 1 + γ × acceptance | that is τ, and only if "acceptance" means accepted / drafted; the speed-up divides by γc + v | the literature's claims |
 # | linear in γ | with the same α at every position τ never exceeds 1 / (1 − α); with c > 0 the speed-up has a maximum, then falls below 1 | the same |
 # | 60–70% acceptance gives 2.0–2.8× | three numbers have that name: with γ = 5, c = 0.1 and free verification, 65% gives 1.76× if it is the conditional acceptance, 2.83× if it is accepted / drafted | the same |
-# | speculative decoding makes a server faster | with one request it does, where drafts are accepted; with eight together the draft model gained little or nothing, and n-grams made it slower | Measure |
+# | speculative decoding makes a server faster | with one request it does, where drafts are accepted; with eight together the draft model gained less (its speed-up was less than half of its tokens per forward), and n-grams made it slower | Measure |
 #
 # **Papers.** Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*. Chen et al. 2023,
 # *Accelerating Large Language Model Decoding with Speculative Sampling*. Miao et al. 2024, *SpecInfer*. Chen et al.
@@ -892,8 +894,8 @@ for name, tokens_per_step, faster in (
 # 2. A further draft pays if its chance to be kept, divided by its price, exceeds the speed-up reached without it. For
 #    the first draft that speed-up is 1, so break-even is α = c + the price of a row. (If every row costs the same.)
 # 3. n-grams and suffixes cost almost nothing to draft, but rejected rows are paid for as any others; trees buy tokens
-#    with rows; training on Σ min(p, q) buys acceptance where the draft is small.
-# 4. Prices belong to a machine and a batch. The same drafts that pay for one request gain little for eight, or lose.
+#    with rows; training on Σ min(p, q) buys acceptance where the draft model is small.
+# 4. Prices belong to a machine and a batch. The same drafts that pay for one request gain less for eight, or lose.
 # 5. So decide while the engine runs: rank all drafts by their chance to be kept, and take as many of them as give the
 #    most tokens per second.
 #

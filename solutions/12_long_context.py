@@ -12,17 +12,17 @@
 # **Question.** *With a long context, a step reads more cache than weights. Can a model draft for itself from a small part
 # of its own cache?*
 #
-# [Speculative decoding](glossary.md#speculative-decoding) needs a cheap [draft](glossary.md#draft). Lesson 11 made it
-# cheap by making the *model* small. But with a long context and many requests, the weights are no longer what a
-# [step](glossary.md#step) waits for. It waits for keys and values, of which every request has its own. Then a small model
-# is the wrong saving. Take the **same** model, let it draft over a small part of its own
-# [cache](glossary.md#kv-cache), and let it verify over all of it. Such a draft has the target's own weights, so it
+# [Speculative decoding](glossary.md#speculative-decoding) needs a cheap [drafter](glossary.md#drafter). Lesson 11 made
+# it cheap by making the *model* small. But with a long context and many requests, the weights are no longer what a
+# [step](glossary.md#step) waits for. It waits for keys and values, of which every request has its own. Then a small
+# model is the wrong saving. Take the **same** model, let it draft over a small part of its own
+# [cache](glossary.md#kv-cache), and let it verify over all of it. Such a drafter has the target's own weights, so it
 # guesses well, and it needs no second model and no second cache.
 #
-# You compute from which context on verifying stays nearly free, however large the batch. Then you build three drafts: one
-# that reads the beginning and the newest tokens, one that reads what the prompt's last queries attended to, and one that
-# reads all tokens, but half of the bits of each key and value. Finally you compare the papers' speed-ups with what the
-# bytes allow: on a GPU by a model, on your machine by the clock.
+# You compute from which context on verifying stays nearly free, however large the batch. Then you build three drafters:
+# one that reads the beginning and the newest tokens, one that reads what the prompt's last queries attended to, and one
+# that reads all tokens, but half of the bits of each key and value. Finally you compare the papers' speed-ups with what
+# the bytes allow: on a GPU by a model, on your machine by the clock.
 #
 # You need lesson 6 (blocks and block tables), lesson 10 (why the text stays exact) and lesson 11 (τ, c and v). Everything
 # runs on a laptop's CPU. The engine runs each step as one [compiled function](glossary.md#compiled-step), which is
@@ -190,13 +190,13 @@ claim("A longer context makes a step longer.", times[LONGEST - 1] > times[LONGES
 
 # %% [markdown]
 # If the measured step grows faster than its bytes, a cached token costs more than reading it: on this machine attention
-# also computes. Remember this for the end: a draft that saves cache can save only what the cache costs.
+# also computes. Remember this for the end: a drafter that saves cache can save only what the cache costs.
 #
 # ### Exercise 2: the break-even context
 #
 # Drafting is one side. The other is *verification*: with γ drafts, γ + 1 rows per request. If the forward waits for memory,
 # further rows are nearly free. If it waits for arithmetic, each row costs as much as the first. A large batch used to mean:
-# arithmetic limits, so speculation gains little or nothing (lesson 11 measured that). But each request brings not only its
+# arithmetic limits, so speculation gains less, or loses (lesson 11 measured that). But each request brings not only its
 # operations, it also brings its cache to be read. From some context on, reading takes longer than computing **however large
 # the batch is**. Then verification stays nearly free on a busy server, too. Find that context.
 
@@ -252,7 +252,7 @@ claim(
 # %% [markdown]
 # MagicDec (Sadhukhan et al. 2024) calls this context the *critical sequence length*. From it on *verification* is nearly
 # free; whether a round pays also depends on what its drafts cost. MagicDec's point is that beyond it speculation pays
-# *more* with a larger batch, because the cache that a draft does not have to read grows with the batch.
+# *more* with a larger batch, because the cache that a drafter does not have to read grows with the batch.
 #
 # ### Exercise 3: sinks and a window
 #
@@ -275,7 +275,7 @@ claim(
 # * **Which position it has** does not change: 9 + 12 = 21. [RoPE](glossary.md#rope) is already in the cached keys, each
 #   rotated by its own true position. Distances come out right only if the query, too, is rotated by its true position.
 #   (StreamingLLM counts positions *within* its cache, because it streams beyond the context for which the model was
-#   trained. A draft within the context has no need to.)
+#   trained. A drafter within the context has no need to.)
 
 
 # %%
@@ -358,7 +358,7 @@ claim("Over a quarter of the cache, most drafts are accepted.", quarter.alpha > 
 
 # %%
 def snapkv_blocks(attention: torch.Tensor, block_size: int, count: int, most: int) -> list[int]:
-    """Return which of the blocks 0 … count - 1 a draft reads, ascending: `most` of them, or all if there are no more.
+    """Return which of the blocks 0 … count - 1 a drafter reads, ascending: `most` of them, or all if there are no more.
 
     attention: [num_queries, n] attention weights of the prompt's last queries to its n tokens, summed over layers and
                heads
@@ -436,8 +436,8 @@ of_blocks = [float(observed[i : i + BLOCK].sum()) for i in range(0, len(observed
 ViewedBlocks(of_blocks, rows, {far.blocks[0]: far.definition})
 
 # %% [markdown]
-# Where the definition is needed, the window's draft fails: it drafts another name. The target repairs it, at the price of
-# a round that yields fewer tokens.
+# Where the definition is needed, the window's drafter fails: it drafts another name. The target repairs it, at the
+# price of a round that yields fewer tokens.
 #
 # SnapKV finds the definition only if it observes the right queries. The beginning of the call is only a few tokens. The
 # queries of these tokens attend to the definition. Most of the last 32 queries belong to the code before, and the sum
@@ -445,13 +445,13 @@ ViewedBlocks(of_blocks, rows, {far.blocks[0]: far.definition})
 # observes 32, and so does the curve below. (The bars show the attention of the last eight queries. That of the first
 # block is high, too. In longer texts it is not, as the numbers below say.)
 #
-# ### See: how much cache must a draft read?
+# ### See: how much cache must a drafter read?
 #
 # Now on the long prompts, at equal budgets: sinks and window, SnapKV, and the newest blocks alone. The dashed line is the
 # bundled draft model, a tenth of the target's size, on two of these prompts.
 
 
-# %% tags=["expected"] alt="Three lines rise from left to right over the number of cached tokens that a draft reads, and meet at 100% for the whole context. The dashed line of the separate draft model lies above the points of the smallest budget and below all points from 256 tokens on. Small bars below show which part of the cache each budget is."
+# %% tags=["expected"] alt="Three lines over the number of cached tokens that a drafter reads: they rise steeply up to 256 tokens, stay almost level, and meet at 100% for the whole context. The dashed line of the separate draft model lies above the points of the smallest budget and below all points from 256 tokens on. Small bars below show which part of the cache each budget is."
 def newest(budget: int) -> views.View:
     """The newest blocks alone, without a sink."""
     return views.chosen(
@@ -501,7 +501,7 @@ print(f"(the median of the other blocks in the first half: {float(shares[1 : cou
 claim("With the whole context, every view accepts everything.", all(values[-1] == 1 for values in alphas.values()))
 claim("The text never changes.", all(p.run.outputs == whole.run.outputs for points in sweep.values() for p in points))
 claim(
-    "A draft over an eighth of the cache agrees with the target more often than not, whatever the view.",
+    "A drafter over an eighth of the cache agrees with the target more often than not, whatever the view.",
     min(values[eighth] for values in alphas.values()) > 0.5,
     of_model=True,
 )
@@ -520,7 +520,7 @@ claim(
 # How to read it:
 #
 # * **Most of what decides the next token is near.** A small part of the cache is enough for most tokens. That is why such
-#   drafts work at all.
+#   drafters work at all.
 # * **On these texts the views differ little.** From a budget of 64 tokens on, the three rows are within a few percentage
 #   points of each other, too little to rank them by about a hundred judged drafts each. SnapKV gains nothing from
 #   its choice here, and the blocks chosen by attention make its window shorter.
@@ -536,13 +536,13 @@ claim(
 #
 # A view leaves out tokens. One can also leave out *bits*. QuantSpec (Tiwari et al. 2025) stores each number in two codes of
 # four bits: the **upper** [nibble](glossary.md#nibble) alone is an INT4 cache, both together are about as good as INT8.
-# The draft reads the upper one, the target both, and nothing is stored twice:
+# The drafter reads the upper one, the target both, and nothing is stored twice:
 #
 # $$x \approx \text{zero} + \text{scale} \cdot \left(u + \frac{l}{16}\right) \qquad u \in 0 \ldots 15,\quad l \in -8 \ldots 7$$
 #
 # The upper code is the *nearest* step, so the rest lies between −½ and ½ steps, and the lower code counts it in
-# sixteenths. (If an 8-bit code is simply split, its upper half is rounded *down*: read as it is, the draft is off by up
-# to a whole step, always to the same side, unless the reader adds half a step. The nearest step is an ordinary INT4
+# sixteenths. (If an 8-bit code is simply split, its upper half is rounded *down*: read as it is, the drafter is off by
+# up to a whole step, always to the same side, unless the reader adds half a step. The nearest step is an ordinary INT4
 # code.)
 
 
@@ -593,9 +593,9 @@ claim(
 # (The worst case is a rest of exactly + ½ steps, for which the lower code would have to be 8.)
 #
 # Your codes in the engine: the layout `paged_two_level` with your function inside, and the engine's own. Then three
-# drafters of the method `self_quant`: only the draft's weights in four bits, only its cache, or both. The engines run in
-# plain PyTorch here, because your function cannot be compiled into the step. (The paper quantises keys per channel, in
-# groups of 128 tokens, and keeps the newest tokens in 16 bits. This layout quantises each token as it comes, so the
+# drafters of the method `self_quant`: only the drafter's weights in four bits, only its cache, or both. The engines run
+# in plain PyTorch here, because your function cannot be compiled into the step. (The paper quantises keys per channel,
+# in groups of 128 tokens, and keeps the newest tokens in 16 bits. This layout quantises each token as it comes, so the
 # numbers below are no verdict on the paper.)
 
 # %%
@@ -648,7 +648,7 @@ for name, options in caches.items():
     kl[name] = sum(map(levels.mean_kl, reference, rows_of)) / len(short)
     print(f"{name:12} {kl[name]:20.6f}")
 claim("Two levels are about as near to full precision as INT8.", kl["two levels"] < 3 * kl["INT8"], of_model=True)
-claim("INT4, what the draft reads, is much farther away.", kl["INT4"] > 10 * kl["two levels"], of_model=True)
+claim("INT4, what the drafter reads, is much farther away.", kl["INT4"] > 10 * kl["two levels"], of_model=True)
 
 # %% [markdown]
 # ## Measure
@@ -708,15 +708,21 @@ claim("A longer context raises the gain, for every batch.", all(ups[-1] > ups[0]
 claim("At 4,096 tokens, eight requests gain more than one.", table[8, 4096] > table[1, 4096])
 claim("At 15,000 tokens, 32 requests gain more than eight.", table[32, 15_000] > table[8, 15_000])
 claim("One request with 4,096 tokens gains next to nothing, or loses.", table[1, 4096] < 1.1)
+claim(
+    "128 requests gain below the break-even context of four drafts: at 1,024 tokens, half of it.",
+    table[128, 1024] > 1.2 and my_break_even(5, LLAMA_8B, H100) > 2 * 1024,
+    of_model=True,
+)
 
 # %% [markdown]
-# This turns lesson 11's rule upside down: *there*, a larger batch took away most of what drafts gain. With long contexts
-# they gain more, because what the draft does not read grows with the batch. It also shows the limit: with several requests, a line ends where
-# weights and cache fill the memory. Several GPUs that share weights and cache go further.
+# This turns lesson 11's rule upside down: *there*, a larger batch took away part of what drafts gain. With long
+# contexts they gain more, because what the drafter does not read grows with the batch. It also shows the limit: with
+# several requests, a line ends where weights and cache fill the memory. Several GPUs that share weights and cache go
+# further.
 #
-# ### What other drafts read
+# ### What other drafters read
 #
-# Two trained drafters take the same idea further. SPIRe's draft is a quarter of the target's layers with a short window;
+# Two trained drafters take the same idea further. SPIRe's drafter is a quarter of the target's layers with a short window;
 # LongSpec's is a single layer, which attends to the target's last-layer cache. What does each read per drafted token?
 
 # %%
@@ -738,18 +744,18 @@ quoted(
     "QuantSpec: over 90% accepted, up to about 2.5× faster, 1.3× less memory than drafting over a sparse cache",
     "Tiwari et al. 2025",
 )
-quoted("LongSpec: up to 3.26×, trains a draft of one layer", "Yang et al. 2025")
+quoted("LongSpec: up to 3.26×, trains a drafter of one layer", "Yang et al. 2025")
 quoted("SPIRe: over 35% more throughput than MagicDec, modelled; trains", "Neelam et al. 2025")
 
 # %% [markdown]
-# | draft | reads of the weights | reads of the cache, per drafted token | trained |
+# | drafter | reads of the weights | reads of the cache, per drafted token | trained |
 # |---|---|---|---|
 # | view: sinks and window, SnapKV (MagicDec) | all | a fixed number of tokens, in all layers | no |
 # | upper nibbles (QuantSpec) | all, in four bits | all tokens, half of the bits | no |
 # | SPIRe | its own copy of a quarter of the layers, and the output layer | 65 tokens, in those layers; older ones as the target computed them | yes |
 # | LongSpec | one layer of its own, and the output layer | 512 tokens of its own layer, and all tokens of the target's last layer | yes |
 #
-# The numbers above say why there is more than one of them. The trained drafts read least; their price is the training.
+# The numbers above say why there is more than one of them. The trained drafters read least; their price is the training.
 # Of the two without training, four bits of everything read less at shorter contexts, because a view still reads all weights in
 # full. The view reads less at longer contexts, because its part of the cache does not grow.
 #
@@ -793,12 +799,12 @@ claim(
 # Python, once per step, and with drafts there are fewer steps. And other work on the machine may slow any of these times.
 #
 # The speed-up is far below the tokens per forward. The acceptance is high, but so are the prices: a round takes γc + v
-# plain steps. v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows cost much more
-# than one. And c is high, because a draft reads all the weights, and at this context they are more bytes than the cache.
-# Where c is below what the bytes say, there are two reasons. All drafts of a round are one call of the compiled step, so
-# even a draft over the whole cache may be cheaper than a plain step. And attention also computes, so a cached token may
-# cost more time than its bytes; the table of steps at the beginning shows whether it does here. Compare the two prices
-# of a draft step: their difference is what the view saves.
+# plain steps. v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows
+# cost much more than one. And c is high, because a draft step reads all the weights, and at this context they are more
+# bytes than the cache. Where c is below what the bytes say, there are two reasons. All drafts of a round are one call
+# of the compiled step, so even a draft step over the whole cache may be cheaper than a plain step. And attention also
+# computes, so a cached token may cost more time than its bytes; the table of steps at the beginning shows whether it
+# does here. Compare the two prices of a draft step: their difference is what the view saves.
 #
 # ## Break it
 #
@@ -832,7 +838,7 @@ claim(
 )
 claim("And it accepts every draft: the acceptance is too good.", outcome["verifies over the view"][1] == 1)
 claim(
-    "A draft that does not see the drafts before it is found by the budget for everything.",
+    "A drafter that does not see its own drafts is found by the budget for everything.",
     outcome["window of one token"][2] < 1,
     of_model=True,
 )
@@ -845,30 +851,31 @@ claim(
 # %% [markdown]
 # * **Verifying over the view, too** gives the text of another model: the one that sees only the view. Nothing warns you; the
 #   acceptance is perfect. Only a comparison with plain decoding finds it.
-# * **Mistakes in drafting never change the text.** Wrong positions make the draft worse with a small budget. Rejected
+# * **Mistakes in drafting never change the text.** Wrong positions make the drafter worse with a small budget. Rejected
 #   drafts that stay in the view hardly show here, because few drafts are rejected. With a budget for everything neither
 #   shows: nothing is left out, and nothing is rejected. And a lower acceptance alone does not tell you that there is a
 #   mistake. They are found by comparing with a reference, as the cell after exercise 3 does with the acceptance of
 #   every prompt; comparing the drafts themselves is stricter.
-# * **A window of one token** shows with a budget for everything, too: a draft that does not see the drafts before it in
-#   its round is not the target, whatever else it reads. There, every acceptance below 100% is a mistake.
+# * **A window of one token** shows with a budget for everything, too: a drafter that does not see its own drafts of the
+#   round is not the target, whatever else it reads. There, every acceptance below 100% is a mistake.
 #
 # ## In the field
 #
 # | system | what it does |
 # |---|---|
-# | MagicDec | StreamingLLM or SnapKV as the draft's cache, a separate, compacted one; in its example a budget of 256 tokens and three drafts |
+# | MagicDec | StreamingLLM or SnapKV as the drafter's cache, a separate, compacted one; in its example a budget of 256 tokens and three drafts |
 # | vLLM | caches of 8 bits (FP8) and fewer (TurboQuant: 4 and 3), and windows for models trained with them; its drafts come from other methods, among which there is no view of the target's cache |
 # | minillm | `self_sparse` (a shortened block table, no second cache), `self_quant` with the layout `paged_two_level` |
 # | StreamingLLM | sinks and window as the *only* cache: constant memory, but what has left the window is lost |
 #
-# The difference in the last row matters: as the only cache, a window changes the text. As a draft's view it never does.
+# The difference in the last row matters: as the only cache, a window changes the text. As a drafter's view it never
+# does.
 #
 # **Claims, checked.**
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | speculation does not help large batches | true far below the break-even context for this number of drafts, false above it; whether a round pays then depends on the price of drafting | exercise 2, On a GPU |
+# | speculation does not help large batches | true where the context is a small part of the break-even context for this number of drafts. By the model the gain begins below it: 128 requests gain at half of it. Whether a round pays depends on the price of drafting, too | exercise 2, On a GPU |
 # | a few sinks and a window suffice | a window for most tokens, not where something far back is needed; whether the sink helps depends on how much attention it gets | exercise 4, See |
 # | self-speculation gives 2.5× | where the cache outweighs the weights; in the model above that takes several requests with very long contexts, or very many with shorter ones. On this machine, with one request, the gain is far smaller | Measure |
 # | QuantSpec is lossless | compared with a target over an 8-bit cache | exercise 5 |
@@ -883,8 +890,8 @@ claim(
 # 2. A view is a shortened block table: nothing is copied, positions stay true, and the text is the target's.
 # 3. A window is enough for most tokens; SnapKV finds what the prompt's last queries needed, unless too many others are
 #    summed with them.
-# 4. Two levels of four bits: the draft reads one, the target both. Its reference is the 8-bit cache.
-# 5. A draft can save only what it does not read. By the model, there is little to gain where weights
+# 4. Two levels of four bits: the drafter reads one, the target both. Its reference is the 8-bit cache.
+# 5. A drafter can save only what it does not read. By the model, there is little to gain where weights
 #    outweigh the cache.
 #
 # **Next:** in lesson 13 the compressed cache is the only one: what may be lost, and what does that save?

@@ -12,8 +12,8 @@
 # **Question.** *Which half of the cache can you throw away?*
 #
 # The [KV cache](glossary.md#kv-cache) of a layer is a block of numbers: tokens × heads × channels × bits. Lesson 4 cut
-# bits. Lesson 12 cut tokens, but only for a draft, so that the text stayed the target's. Here the compressed cache is the
-# **only** cache. What it loses is lost, and the text may change.
+# bits. Lesson 12 cut tokens, but only for a drafter, so that the text stayed the target's. Here the compressed cache is
+# the **only** cache. What it loses is lost, and the text may change.
 #
 # You cut along five directions: channels (ThinK), a [low rank](glossary.md#low-rank) (LoRC), codes of a
 # [codebook](glossary.md#codebook) (CommVQ), tokens (SnapKV and windows, which you know from lesson 12), and reads
@@ -612,15 +612,16 @@ KeptCache(parts)
 # %% [markdown]
 # ## Measure
 #
-# All techniques at equal bytes. The budget is a share of what the prompt takes in float16; bytes are counted on the real
-# caches. For Squeezed Attention the budget is what a step *reads*; its threshold is calibrated on other texts. Not every
-# technique is measured at every budget: some have no size that small, others are left out to save time. INT4 and KIVI
-# are made larger than in lesson 4, so that they fill half: INT4 has a scale and a zero point for every 8 numbers, KIVI a
-# long window of the newest tokens in full precision. After the mean KL comes its standard error over the scored tokens.
-# Recall: a definition stands 200 tokens back, the prompt's end repeats its first tokens, and the mean negative
-# log-probability of the tokens that follow in the definition is measured (in nats, the unit of natural logarithms; lower
-# is better). There are only four such tasks of eight tokens each, and no error is printed: do not rely on differences
-# of a tenth or so.
+# All techniques at equal bytes. The budget is a share of what the prompt takes in float16; bytes are counted on the
+# real caches. For Squeezed Attention the budget is what a step *reads*; its threshold is calibrated on other texts. Not
+# every technique is measured at every budget: some have no size that small, others are left out to save time. INT4 and
+# KIVI are made larger than in lesson 4, so that they fill half: INT4 has a scale and a zero point for every 8 numbers,
+# KIVI a long window of the newest tokens in full precision. LoRC has one rank fewer here than half or three quarters of
+# them, because the bytes of a stored position count: so it loses a little more than in exercise 2 and under Break it.
+# After the mean KL comes its standard error over the scored tokens. Recall: a definition stands 200 tokens back, the
+# prompt's end repeats its first tokens, and the mean negative log-probability of the tokens that follow in the
+# definition is measured (in nats, the unit of natural logarithms; lower is better). There are only four such tasks of
+# eight tokens each, and no error is printed: do not rely on differences of a tenth or so.
 
 # %% tags=["nbval-ignore-output"]
 BUDGETS = {

@@ -464,18 +464,18 @@ check("l14.rerotate")
 # %% [markdown]
 # ### See: the suffix turns
 #
-# A small edit: a parameter list gets longer. After it everything moves by the same number of positions, and each
+# A small edit: a default value gets longer. After it everything moves by the same number of positions, and each
 # channel pair turns by its own angle: the fast ones by a lot, the slow ones by next to nothing.
 
-# %% tags=["expected"] alt="Two rows of tokens. Before: a prefix, three removed tokens, a suffix. After: the same prefix, five new tokens, and the suffix two positions further to the right, joined by a band. Below, five dials, each with a dashed hand for the old position and a solid one for the new: the first turns by 115 degrees, the last by less than two thousandths of a degree."
+# %% tags=["expected"] alt="Two rows of tokens. Before: a prefix, a removed token, a suffix. After: the same prefix, three new tokens, and the suffix two positions further to the right, joined by a band. Below, five dials, each with a dashed hand for the old position and a solid one for the new: the first turns by 115 degrees, the last by less than two thousandths of a degree."
 my_rotation = use("l14.rerotate")
 frequencies, _ = inverse_frequencies(config.rope, config.head_dim)
 pairs = [round(i * (len(frequencies) - 1) / 4) for i in range(5)] if len(frequencies) < 20 else [0, 4, 8, 16, 31]
 MovedSuffix(
-    ["def", " area", "(", "w", ",", "h", ")", ":", "\n    ", "return", " w", " *", " h"],
-    3,
-    6,
-    ["width", ",", " height", ",", " scale"],
+    ["def", " area", "(", "w", ",", " h", "=", "1", ")", ":", "\n    ", "return", " w", " *", " h"],
+    7,
+    8,
+    ["0", ".", "5"],
     [float(frequencies[min(i, len(frequencies) - 1)]) for i in pairs],
 )
 

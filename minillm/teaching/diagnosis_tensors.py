@@ -5,6 +5,7 @@ A fact counts only if it holds for every wrong answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -132,7 +133,7 @@ def _ratios(expected: Tensor, got: Tensor) -> Tensor:
 
 
 def _factor(pairs: Sequence[Pair]) -> str:
-    """Whether each answer is wrong by one factor, which may be the same for all answers or not."""
+    """Whether each answer is wrong by one factor, which may be the same for all answers or not. 1 is no such factor."""
     factors = []
     for expected, got in pairs:
         some = (expected != 0) & expected.isfinite()
@@ -142,7 +143,7 @@ def _factor(pairs: Sequence[Pair]) -> str:
         if (got[~some & (expected == 0)] != 0).any():
             return ""
         factors.append(ratios[0].item())
-    if not factors:
+    if not factors or not all(math.isfinite(factor) and abs(factor - 1) > 2e-3 for factor in factors):
         return ""
     if all(abs(factor - factors[0]) <= 2e-3 * abs(factors[0]) for factor in factors):
         return f"is {factors[0]:.3g} times what it should be, everywhere"

@@ -145,6 +145,13 @@ def test_a_fact_must_hold_for_every_wrong_answer():
     assert "3 times" not in about_tensors([(RIGHT, RIGHT * 3), (other, other * 2)])
 
 
+def test_a_factor_of_one_is_not_named_as_the_mistake():
+    rounded = torch.tensor([[1000.0, 2000.0], [500.0, 4000.0]])
+    overflown = torch.full_like(rounded, torch.inf)
+    assert about_tensors([(RIGHT, RIGHT * 1.0005), (rounded, overflown)]) == ""
+    assert "one factor for the whole answer" not in about_tensors([(RIGHT, RIGHT * 1.0005), (rounded, rounded * 3)])
+
+
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [

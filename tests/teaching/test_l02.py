@@ -129,7 +129,7 @@ def test_counterexample_of_append_is_short_enough_to_redo_by_hand():
     report = str(check_function(exercise, lambda k, v, past, new_k, new_v: (k, v)))
     assert "the first token" in report
     assert "at ['keys']: [1]" in report
-    assert "at ['keys']: [0, 0, 0]" in report
+    assert "at ['keys']: [-1, -1, -1]" in report
     assert len(report) < 900
 
 
@@ -150,6 +150,24 @@ def test_anything_but_two_views_is_named(returned):
     report = str(check_function("l02.append_kv", lambda *given: returned(append_kv(*given))))
     assert "does not return a view of the cache of keys and then a view of the cache of values" in report
     assert "raised" not in report
+
+
+def _index_error(k: Tensor, v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+    if past + len(new_k) > len(k):
+        raise IndexError("full")
+    return append_kv(k, v, past, new_k, new_v)
+
+
+def _assertion(k: Tensor, v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+    assert past + len(new_k) <= len(k)
+    return append_kv(k, v, past, new_k, new_v)
+
+
+@pytest.mark.parametrize(("answer", "kind"), [(_index_error, "IndexError"), (_assertion, "AssertionError")])
+def test_an_exception_of_another_type_is_named(answer, kind: str):
+    result = check_function("l02.append_kv", answer)
+    assert not result.passed
+    assert result.counterexample.cause == f"your function raises {kind} here, but should raise ValueError"
 
 
 def test_two_views_in_a_list_pass():

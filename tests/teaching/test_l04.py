@@ -156,11 +156,18 @@ def _codes_up_to_sixteen(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
     return codes.flatten(0, 1).to(torch.uint8), scale, zero
 
 
+def _loses_small_scales(answer: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    codes, scale, *zero = answer
+    return codes, scale.masked_fill(scale < 1e-5, 0), *zero
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "cause"),
     [
         ("unpack_int4", _seven_is_negative, "reads 7 as -9"),
         ("quantise_per_channel", _codes_up_to_sixteen, ""),
+        ("quantise_symmetric", lambda *given: _loses_small_scales(quantise_symmetric(*given)), ""),
+        ("quantise_per_channel", lambda *given: _loses_small_scales(quantise_per_channel(*given)), ""),
     ],
 )
 def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):

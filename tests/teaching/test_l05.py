@@ -156,6 +156,14 @@ def test_statistics_are_not_needed_by_the_schemes_that_the_lesson_calls_calibrat
         assert scheme.quantize(torch.ones(2, 8), LayerStatistics())
 
 
+def test_a_product_of_dequantised_matrices_passes():
+    def dequantised(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        x_codes, x_scale = quantise_rows(x)
+        return (x_codes * x_scale[:, None]) @ (codes * scale[:, None]).T
+
+    assert check_function("l05.w8a8_linear", dequantised).passed
+
+
 def test_the_report_of_a_wrong_direction_names_it():
     exercise = next(e for e in EXERCISES if e.name == "l05.quantise_rows")
 
@@ -189,9 +197,16 @@ def _all_that_tie(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return weight * ~kept, weight * kept
 
 
+def _loses_small_scales(answer: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    codes, scale, *zero = answer
+    return codes, scale.masked_fill(scale < 1e-5, 0), *zero
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "cause"),
     [
+        ("quantise_rows", lambda *given: _loses_small_scales(quantise_rows(*given)), ""),
+        ("quantise_groups", lambda *given: _loses_small_scales(quantise_groups(*given)), ""),
         ("quantise_groups", _codes_not_limited, "does not clamp the codes"),
         ("quantise_groups", _zero_point_not_limited, "does not clamp the zero point"),
         ("split_outliers", _all_that_tie, "splits off all weights that are as large as the last outlier"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minillm.batch import Batch
 from minillm.cache.block_pool import BlockPool
-from minillm.cache.prefix import extend_block_hashes
+from minillm.cache.prefix import extend_block_hashes, hash_block_tokens, root_hash
 from minillm.ops.paged_attention import paged_attention
 from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises._l06_reference import attention
@@ -125,6 +125,51 @@ def _copies_one_slot_too_many(block_table, index, free, ref_counts, keys, values
             pool[(new + 1) * block_size] = pool[(old + 1) * block_size]
 
 
+def _finds_two_blocks(token_ids, known, block_size, salt):
+    return find_prefix(token_ids, known, block_size, salt)[:2]
+
+
+def _hashes_after_the_first_block(token_ids, known, block_size, salt):
+    found, parents = [], [root_hash(salt)]
+    for start in range(0, len(token_ids) - block_size, block_size):
+        parents.append(hash_block_tokens(parents[:2][-1], token_ids[start : start + block_size]))
+        if parents[-1] not in known:
+            break
+        found.append(known[parents[-1]])
+    return found
+
+
+def _blocks_of_four(token_ids, known, block_size, salt):
+    return find_prefix(token_ids, known, 4, salt)
+
+
+def _takes_the_first_free_block(block_table, index, free, ref_counts, keys, values, block_size):
+    free.reverse()
+    own_block(block_table, index, free, ref_counts, keys, values, block_size)
+    free.reverse()
+
+
+def _copies_both_ends(block_table, index, free, ref_counts, keys, values, block_size):
+    old, pools = block_table[index], (keys.clone(), values.clone())
+    own_block(block_table, index, free, ref_counts, *pools, block_size)
+    for slot in (0, block_size - 1):
+        for pool in (keys, values):
+            pool[block_table[index] * block_size + slot] = pool[old * block_size + slot]
+
+
+def _copies_with_an_index_per_axis(block_table, index, free, ref_counts, keys, values, block_size):
+    old = block_table[index]
+    own_block(block_table, index, free, ref_counts, keys.clone(), values.clone(), block_size)
+    source, target = (slice(block * block_size, (block + 1) * block_size) for block in (old, block_table[index]))
+    for pool in (keys, values):
+        pool[target, :, :] = pool[source, :, :].clone()
+
+
+def test_a_copy_may_index_every_axis_of_the_slots():
+    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == "own_block")
+    assert check_function(exercise, _copies_with_an_index_per_axis).passed
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "cause"),
     [
@@ -133,7 +178,12 @@ def _copies_one_slot_too_many(block_table, index, free, ref_counts, keys, values
         ("gather_attention", _reads_whole_blocks_and_masks, "reads unwritten slots and masks them"),
         ("find_prefix", _finds_one_token_less, "leaves a block out when exactly one token comes after it"),
         ("find_prefix", _block_zero_is_no_block, "treats block 0 as no block"),
+        ("find_prefix", _finds_two_blocks, "never finds more than two blocks"),
+        ("find_prefix", _hashes_after_the_first_block, "gives every later block the hash of the first block"),
+        ("find_prefix", _blocks_of_four, "takes blocks of 4 tokens"),
         ("own_block", _copies_one_slot_too_many, "copies one slot too many"),
+        ("own_block", _takes_the_first_free_block, "takes the new block from the front of the free list"),
+        ("own_block", _copies_both_ends, "copies only the first and the last slot"),
     ],
 )
 def test_answers_that_once_passed_are_caught_and_named(name: str, answer, cause: str):

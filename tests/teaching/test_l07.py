@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,12 +92,33 @@ def _block_by_free_blocks(waiting: list[int], budget: int, seats: int, free_bloc
     return admit(waiting, budget, seats, free_blocks, free_blocks)
 
 
+def _any_free_block(spent: Callable[[int], bool]):
+    def answer(waiting: list[int], budget: int, seats: int, free_blocks: int, block_size: int) -> list[int]:
+        shares: list[int] = []
+        for tokens in waiting:
+            if budget == 0 or len(shares) == seats or spent(free_blocks):
+                break
+            free_blocks -= -(-tokens // block_size)
+            shares.append(min(tokens, budget))
+            budget -= shares[-1]
+        return shares
+
+    return answer
+
+
+def _weighted_sum(running: list[tuple[int, int]]) -> int:
+    return max(range(len(running)), key=lambda i: 10 * running[i][0] + running[i][1])
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "cause"),
     [
         ("share_budget", _shortest_first, "serves the shortest first"),
         ("admit", _stops_at_exactly_enough, "keeps a request out when it needs exactly the blocks that are free"),
         ("admit", _block_by_free_blocks, ""),
+        ("admit", _any_free_block(lambda free: free <= 0), "as long as any block is free"),
+        ("admit", _any_free_block(lambda free: free == 0), "stops only when exactly 0 blocks are free"),
+        ("choose_victim", _weighted_sum, "adds the priority and the arrival number"),
     ],
 )
 def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):

@@ -67,6 +67,39 @@ def test_nothing_and_nothing_is_nothing():
     assert m.item() == -torch.inf and total.item() == 0 and out.tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize("every", [torch.any, torch.all])
+def test_a_set_without_keys_for_one_query_says_nothing_about_the_others(every):
+    def answer(m_a, l_a, o_a, m_b, l_b, o_b):
+        if every(torch.isinf(m_a)):
+            return m_b, l_b, o_b
+        m = torch.maximum(m_a, m_b)
+        factor_a, factor_b = torch.exp(m_a - m), torch.exp(m_b - m)
+        return m, l_a * factor_a + l_b * factor_b, o_a * factor_a[:, None] + o_b * factor_b[:, None]
+
+    report = str(check_function("l09.merge", answer))
+    assert report.startswith("FAIL") and "for all queries" in report, report
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "change", "cause"),
+    [
+        (
+            "decode_kernel",
+            ("request * table_stride", "request * tl.cdiv(length, BLOCK_SIZE)"),
+            "it must be table_stride",
+        ),
+        ("decode_kernel", ('score, float("-inf")', "score, -100.0"), "such as -100 or -10000"),
+        ("decode_kernel", ('score, float("-inf")', "score, -1000.0"), "such as -100 or -10000"),
+        ("decode_kernel", ('score, float("-inf")', "score, -10000.0"), "such as -100 or -10000"),
+        ("merge_kernel", ("tl.max(lse, 0)", "tl.load(lse_ptr + row * SPLITS)"), "subtracts the lse of the first part"),
+    ],
+)
+def test_kernels_that_once_passed_are_caught_and_named(name: str, change: tuple[str, str], cause: str):
+    report = str(check_function(f"l09.{name}", LazyKernel("l09", name, change)))
+    assert report.startswith("FAIL") and cause in report, report
+
+
 STRAYING = {
     "stores and loads without the mask of the padding heads": [
         (", mask=is_head, other=0.0)", ")"),

@@ -125,6 +125,14 @@ def test_the_loss_is_zero_for_a_perfect_draft_and_minus_the_log_of_acceptance():
         ("tree_mask", lambda parents: torch.ones(len(parents) + 1, len(parents) + 1).tril().bool(), "mask of a chain"),
         ("expected_tokens", lambda alphas: expected_tokens(alphas) / 2, "fewer than one token"),
         ("ngram_propose", lambda ids, low, high, count: [0] * count, "draft 1 is 0, not 3"),
+        (
+            "best_gamma",
+            lambda a, c, v: max(1, best_gamma(a, c, v)) if len(a) == 4 else best_gamma(a, c, v),
+            "equally fast",
+        ),
+        ("best_gamma", lambda alphas, c, v: min(1, len(alphas)), "γ = 1 gives a speed-up of"),
+        ("distil_loss", lambda p, q: distil_loss(p, q.detach()), "without a gradient"),
+        ("distil_loss", lambda p, q: 2 * distil_loss(p, q) - distil_loss(p, q).detach(), "its gradient is not"),
         ("choose_drafts", lambda survival, seconds: [9] * len(survival), "from 0 to all of its drafts"),
     ],
 )
@@ -132,6 +140,21 @@ def test_likely_wrong_answers_are_named(name: str, answer, cause: str):
     exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
     result = check_function(exercise, answer)
     assert not result.passed and cause in str(result), str(result)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, q: -(1 - (p.softmax(-1) - q.softmax(-1)).abs().sum(-1) / 2).log().mean(),
+        lambda p, q: -torch.minimum(p.softmax(-1), q.log_softmax(-1).exp()).sum(-1).log().mean(),
+        lambda p, q: -torch.minimum(p.log_softmax(-1), q.log_softmax(-1)).logsumexp(-1).mean(),
+        lambda p, q: -torch.where(p.softmax(-1) < q.softmax(-1), p.softmax(-1), q.softmax(-1)).sum(-1).log().mean(),
+    ],
+)
+def test_other_ways_to_write_the_loss_pass(loss):
+    """Where p = q its gradient depends on rounding, so it is not compared there."""
+    result = check_function("l11.distil_loss", loss)
+    assert result.passed, str(result)
 
 
 @pytest.fixture

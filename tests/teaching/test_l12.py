@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minillm import LLM
 from minillm.batch import Segment
@@ -156,6 +157,12 @@ def test_both_levels_are_within_a_sixteenth_of_a_step_and_the_upper_within_a_hal
     assert (x - upper).abs().max() <= 0.5 and (x - upper - lower / 16).abs().max() <= 1 / 16 + 1e-6
 
 
+def _without_the_last(x: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    upper, lower = two_levels(x, scale, zero)
+    lower[..., -1] = 0
+    return upper, lower
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "cause"),
     [
@@ -177,6 +184,7 @@ def test_both_levels_are_within_a_sixteenth_of_a_step_and_the_upper_within_a_hal
         ("snapkv_blocks", lambda a, size, count, most: [0] * most, "in the list twice"),
         ("two_levels", lambda x, s, z: (two_levels(x, s, z)[0], two_levels(x, s, z)[1] + 8), "as 0 … 15"),
         ("two_levels", lambda x, s, z: tuple(c * 3 for c in two_levels(x, s, z)), "four bits hold"),
+        ("two_levels", _without_the_last, "the tensor of lower codes is wrong only at the end"),
         ("two_levels", lambda x, s, z: two_levels(x, s * s, z), "codes are wrong: write down (x - zero) / scale"),
     ],
 )

@@ -71,6 +71,28 @@ def test_channels_are_those_of_the_engine(seed: int, count: int) -> None:
     assert torch.equal(kept_channels(queries, keys, count), best.sort(dim=1).values)
 
 
+def _by_float64(queries: Tensor, keys: Tensor, count: int) -> Tensor:
+    return kept_channels(queries.double(), keys.double(), count)
+
+
+def _by_products(queries: Tensor, keys: Tensor, count: int) -> Tensor:
+    """The mean of (q k)² over all pairs of a query and a key."""
+    grouped = queries.unflatten(1, (keys.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+    scores = (grouped[:, None] * keys[None]).square().mean((0, 1))
+    return scores.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+
+
+def _by_norms(queries: Tensor, keys: Tensor, count: int) -> Tensor:
+    scores = queries.unflatten(1, (keys.shape[1], -1)).pow(2).sum((0, 2)).sqrt() * keys.norm(dim=0)
+    return scores.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+
+
+@pytest.mark.parametrize("other", [_by_float64, _by_products, _by_norms])
+def test_no_case_of_kept_channels_depends_on_rounding(other) -> None:
+    result = check_function("l13.kept_channels", other)
+    assert result.passed, str(result)
+
+
 def test_the_score_is_the_size_of_the_channels_part_of_all_scores() -> None:
     queries, keys = random(5, 1, 6), random(9, 1, 6, seed=1)
     parts = torch.stack([torch.outer(queries[:, 0, c], keys[:, 0, c]).square().sum() for c in range(6)])
@@ -286,7 +308,11 @@ def test_recorded_attention_sums_to_one_and_is_that_of_the_plain_model(model: De
         ("low_rank", lambda w, o, r: (2 * low_rank(w, o, r)[0], low_rank(w, o, r)[1]), "length 1"),
         ("low_rank", lambda w, o, r: tuple(-part for part in low_rank(w, o, r)), ""),
         ("commutation_error", lambda *a: -commutation_error(*a), "never negative"),
-        ("absorb_centres", lambda q, c: absorb_centres(q, c) * torch.tensor([1.0, 3.0]).view(2, 1, 1), "quarter turn"),
+        (
+            "absorb_centres",
+            lambda q, c: absorb_centres(q, c) * torch.tensor([1.0, 3.0]).view(2, 1, 1),
+            "turned by a quarter",
+        ),
         ("kept_clusters", lambda *a: ~kept_clusters(*a), "left out"),
         ("kept_clusters", lambda q, c, n, t: kept_clusters(q, c, n, 3 * t), "the threshold is"),
     ],

@@ -9,6 +9,8 @@ from minillm.teaching.exercise import Function
 
 TEXT = [11, 12, 13, 14, 21, 22, 23, 24, 31, 32, 33, 34]
 """Three blocks of four tokens."""
+LONG_TEXT = [*TEXT, 41, 42, 43, 44, 51]
+"""Four blocks of four tokens, and one token after them."""
 
 
 def full_block_hashes(token_ids: list[int], block_size: int = 4, salt: str = "") -> list[bytes]:
@@ -19,29 +21,35 @@ def full_block_hashes(token_ids: list[int], block_size: int = 4, salt: str = "")
     return chain[1:]
 
 
-def use_find(find: Function, known: dict[str, int], token_ids: list[int], salt: str) -> object:
+def use_find(find: Function, known: dict[str, int], token_ids: list[int], salt: str, block_size: int = 4) -> object:
     """Call `find` with block hashes for the keys of `known`, which describe contents in words."""
     hash_of = {
         "tokens 11 to 14": full_block_hashes(TEXT)[0],
         "tokens 21 to 24 after those": full_block_hashes(TEXT)[1],
         "tokens 31 to 34 after those": full_block_hashes(TEXT)[2],
+        "tokens 41 to 44 after those": full_block_hashes(LONG_TEXT)[3],
+        "tokens 31 to 34 after tokens 11 to 14": full_block_hashes([*TEXT[:4], *TEXT[8:]])[1],
         "tokens 21 to 24 at the start of a text": full_block_hashes(TEXT[4:])[0],
         "tokens 11 to 14 of alice": full_block_hashes(TEXT, salt="alice")[0],
+        "tokens 11 and 12": full_block_hashes(TEXT, 2)[0],
+        "tokens 13 and 14 after those": full_block_hashes(TEXT, 2)[1],
     }
-    found = find(token_ids, {hash_of[words]: block for words, block in known.items()}, 4, salt)
-    return found
+    return find(token_ids, {hash_of[words]: block for words, block in known.items()}, block_size, salt)
 
 
 def use_own(own: Function, block_table: list[int], index: int, ref_counts: list[int]) -> dict[str, object]:
-    """Call `own` on six blocks of two slots: slot i has the key i + 1, the value 10 · (i + 1). Block 3 is free."""
-    table, counts, free = list(block_table), list(ref_counts), [3]
-    keys = torch.arange(1.0, 13.0)
+    """Call `own` on seven blocks of three slots, of which 6 and 3 are free.
+
+    Both channels of slot i hold i + 1 in `keys` and 10 · (i + 1) in `values`.
+    """
+    table, counts, free = list(block_table), list(ref_counts), [6, 3]
+    keys = torch.arange(1.0, 22.0)[:, None, None].repeat(1, 1, 2)
     values = 10 * keys
-    own(table, index, free, counts, keys, values, 2)
+    own(table, index, free, counts, keys, values, 3)
     return {
         "block_table": table,
         "ref_counts": counts,
         "free": free,
-        "keys": [int(x) for x in keys],
-        "values": [int(x) for x in values],
+        "keys": keys[:, 0].int().tolist(),
+        "values": values[:, 0].int().tolist(),
     }

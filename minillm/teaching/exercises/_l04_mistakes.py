@@ -33,6 +33,15 @@ def _divides_by_zero(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     return (x / scale.float()[..., None]).round().clamp(-levels, levels).nan_to_num().to(torch.int8), scale
 
 
+def _limited(least: float) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+    return lambda x, levels: _codes(x, x.abs().amax(-1).clamp_min(least) / levels, levels)
+
+
+def _stores_a_limited_scale(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    codes, scale = quantise_symmetric(x, levels)
+    return codes, scale.clamp_min(1e-5)
+
+
 def _with_epsilon(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     amax = x.abs().amax(-1)
     return _codes(x, torch.where(amax == 0, 1.0, (amax / levels).clamp_min(1e-5)), levels)
@@ -95,9 +104,12 @@ SYMMETRIC = (
         lambda x, levels: _codes(x, 2 * x.abs().amax(-1) / levels, levels),
     ),
     WrongVersion("divides by zero when a row is all zeros", _divides_by_zero),
+    WrongVersion("limits the scale from below, by 1e-8 / levels; a row of zeros must get the scale 1", _limited(1e-8)),
+    WrongVersion("limits the scale from below, by 1e-5 / levels; a row of zeros must get the scale 1", _limited(1e-5)),
     WrongVersion(
         "limits all scales from below by a constant, which is too coarse for rows of small numbers", _with_epsilon
     ),
+    WrongVersion("stores a scale limited from below; the codes use the exact one", _stores_a_limited_scale),
     WrongVersion("truncates instead of rounding", _truncates),
     WrongVersion("rounds down instead of to nearest", _rounds_down),
     WrongVersion("computes codes from the exact scale, and stores a rounded one", _exact_scale),
@@ -326,6 +338,10 @@ PER_CHANNEL = (
     WrongVersion("truncates instead of rounding", _truncated),
     WrongVersion("computes codes from exact limits, and stores scale and zero point rounded to float16", _exact_limits),
     WrongVersion("stores a scale of zero for a channel that never changes", _constant_divides),
+    WrongVersion(
+        "stores a scale limited from below; the codes use the exact one",
+        _changed(lambda codes, scale, zero: (codes, scale.clamp_min(1e-5), zero)),
+    ),
     WrongVersion("swaps scale and zero point", _changed(lambda codes, scale, zero: (codes, zero, scale))),
     WrongVersion(
         "returns the scale in float32; it is stored in float16",

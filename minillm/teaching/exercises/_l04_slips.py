@@ -26,6 +26,7 @@ SYMMETRIC = wrong_versions(
             "x / scale.float()[..., None]",
             "scale.float()[..., None] / x",
         ),
+        "treats a row of very small numbers as a row of zeros": ("amax == 0", "amax < 5e-6"),
         "gives a row of zeros a scale other than 1": ("0, 1.0", "0, 2.0"),
         "never gives the largest code: the limits are one level too narrow": (
             "clamp(-levels, levels)",
@@ -96,6 +97,11 @@ PER_CHANNEL = wrong_versions(
             "torch.where(scale > 0, 1.0, scale)",
         ),
         "treats scales up to 1 as zero": ("scale > 0", "scale > 1"),
+        "tests the range instead of the scale, which float16 can make 0": ("scale > 0", "high > low"),
+        "lets a scale be negative, where float16 rounds the zero point above the maximum": (
+            "torch.where(scale > 0, scale, 1.0)",
+            "torch.where(scale == 0, 1.0, scale)",
+        ),
         "gives a channel that never changes a scale other than 1": ("scale, 1.0", "scale, 2.0"),
         "never gives the code 0 (the lower limit is 1)": ("clamp(0, 15)", "clamp(1, 15)"),
         "lets codes fall to -1, which uint8 keeps as 255": ("clamp(0, 15)", "clamp(-1, 15)"),

@@ -53,9 +53,13 @@ def _inverse_scale(weight: Tensor) -> Rows:
     return codes, 1 / scale
 
 
-def _epsilon(weight: Tensor) -> Rows:
-    scale = (weight.abs().amax(1) / 127).clamp_min(1e-5)
-    return (weight / scale[:, None]).round().to(torch.int8), scale
+def _limited(least: float) -> Callable[[Tensor], Rows]:
+    return lambda weight: _by_scale(weight, weight.abs().amax(1).clamp_min(least) / 127)
+
+
+def _stores_a_limited_scale(weight: Tensor) -> Rows:
+    codes, scale = quantise_rows(weight)
+    return codes, scale.clamp_min(1e-5)
 
 
 ROWS = (
@@ -65,7 +69,13 @@ ROWS = (
     WrongVersion("divides by 255, as if there were 255 positive codes", lambda w: _by_scale(w, w.abs().amax(1) / 255)),
     WrongVersion("forgets to divide the largest weight by 127", lambda w: _by_scale(w, w.abs().amax(1))),
     WrongVersion("gives a row of zeros the scale 0, so that 0/0 becomes a code", _divides_by_zero),
-    WrongVersion("limits all scales from below by a small constant; only a row of zeros gets the scale 1", _epsilon),
+    WrongVersion(
+        "limits all scales from below by a small constant; only a row of zeros gets the scale 1",
+        lambda w: _by_scale(w, (w.abs().amax(1) / 127).clamp_min(1e-5)),
+    ),
+    WrongVersion("limits the scale from below, by 1e-8 / 127; a row of zeros must get the scale 1", _limited(1e-8)),
+    WrongVersion("limits the scale from below, by 1e-5 / 127; a row of zeros must get the scale 1", _limited(1e-5)),
+    WrongVersion("stores a scale limited from below; the codes use the exact one", _stores_a_limited_scale),
     WrongVersion("truncates instead of rounding", lambda w: _by_scale(w, w.abs().amax(1) / 127, torch.trunc)),
     WrongVersion("rounds down instead of to nearest", lambda w: _by_scale(w, w.abs().amax(1) / 127, torch.floor)),
     WrongVersion(
@@ -118,6 +128,27 @@ def _not_rounded(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return (x @ codes.float().T) * scale
 
 
+def _multiplied_in(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        x_codes, x_scale = quantise_rows(x)
+        return (x_codes.to(dtype) @ codes.to(dtype).T).float() * x_scale[:, None] * scale
+
+    return product
+
+
+def _by_activation_scale(
+    scale_of: Callable[[Tensor], Tensor], store: Callable[[Tensor], Tensor] = lambda codes: codes
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Rounds each token by `scale_of(its largest absolute value)`; `store` changes the codes."""
+
+    def product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        x_scale = scale_of(x.abs().amax(1, keepdim=True))
+        x_scale = torch.where(x_scale == 0, 1.0, x_scale)
+        return (store((x / x_scale).round()) @ codes.float().T) * x_scale * scale
+
+    return product
+
+
 def _truncated(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     x_scale = quantise_rows(x)[1][:, None]
     return ((x / x_scale).trunc() @ codes.float().T) * x_scale * scale
@@ -130,6 +161,8 @@ def _per_channel_of_x(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 LINEAR = (
     WrongVersion("accumulates in int8, which overflows", _int8_sum),
+    WrongVersion("accumulates in int16, which overflows", _multiplied_in(torch.int16)),
+    WrongVersion("multiplies in float16, which rounds sums above 2048 and ends at 65504", _multiplied_in(torch.half)),
     WrongVersion("forgets the scale of the activations", _rescaled(lambda y, sx, sw: y * sw)),
     WrongVersion("forgets the scale of the weights", _rescaled(lambda y, sx, sw: y * sx[:, None])),
     WrongVersion("forgets both scales", _rescaled(lambda y, sx, sw: y)),
@@ -144,6 +177,26 @@ LINEAR = (
     WrongVersion("leaves the activations in floating point", _not_rounded),
     WrongVersion("truncates the activations instead of rounding", _truncated),
     WrongVersion("divides a token of zeros by its scale of 0", _nan_for_zeros),
+    WrongVersion(
+        "divides the largest activation by 128, and clamps the code 128 to 127",
+        _by_activation_scale(lambda amax: amax / 128, lambda codes: codes.clamp_max(127)),
+    ),
+    WrongVersion(
+        "divides the largest activation by 128, so that the largest code is 128, which int8 stores as -128",
+        _by_activation_scale(lambda amax: amax / 128, lambda codes: torch.where(codes == 128, -128.0, codes)),
+    ),
+    WrongVersion(
+        "divides the largest activation by 128, so that the largest code is 128, which is no int8",
+        _by_activation_scale(lambda amax: amax / 128),
+    ),
+    WrongVersion(
+        "limits the scales of tokens from below, which is too coarse for tokens of small numbers",
+        _by_activation_scale(lambda amax: (amax / 127).clamp_min(1e-5)),
+    ),
+    WrongVersion(
+        "limits the largest activation from below before dividing it by 127: too coarse for tokens of small numbers",
+        _by_activation_scale(lambda amax: amax.clamp_min(1e-5) / 127),
+    ),
     WrongVersion(
         "does not transpose the weight",
         lambda x, codes, scale: quantise_rows(x)[0].float() @ codes.float() * quantise_rows(x)[1][:, None] * scale,
@@ -267,6 +320,10 @@ GROUPS = (
         _from_the_minimum,
     ),
     WrongVersion("keeps a scale of 0 for a group of zeros", _scale_of_zero),
+    WrongVersion(
+        "stores a scale limited from below; the codes use the exact one",
+        _changed(lambda codes, scale, zero: (codes, scale.clamp_min(1e-5), zero)),
+    ),
     WrongVersion("computes codes with the exact scale, and stores one rounded to float16", _exact_scale),
     WrongVersion(
         "does not clamp the codes to at most 15: rounding can give 16",
@@ -348,6 +405,10 @@ AWQ = (
     WrongVersion(
         "lets s become 0 for a channel that is never active; the limit is 1e-4",
         _search(scale=lambda size, a: size.pow(a)),
+    ),
+    WrongVersion(
+        "limits the mean to at least 1e-4, and not its power",
+        _search(scale=lambda size, a: size.clamp_min(1e-4).pow(a)),
     ),
     WrongVersion(
         "multiplies the mean by a instead of raising it to the power a",

@@ -57,7 +57,7 @@ def awq_scale(weight: Tensor, x: Tensor, rounded: Rounding, exponents: Sequence[
     """Return the exponent a, and s = mean|x|^a per input channel, with the least ‖Q(W s)(x / s) − W x‖².
 
     AWQ (Lin et al. 2023, arXiv:2306.00978). `weight`: `[out, in]`; `x`: `[tokens, in]`, a sample of inputs; `rounded`
-    is Q. Returns (a, s `[in]`). s is at least 1e-4, for channels that are never active.
+    is Q. Returns (a, s `[in]`): s = max(mean|x|^a, 1e-4), so that a channel that is never active gets no s of 0.
     """
     mean, exact = x.abs().mean(0), x @ weight.T
     best, least = (0.0, torch.ones_like(mean)), float("inf")

@@ -23,6 +23,7 @@ ROWS = wrong_versions(
             "amax == 0",
             "amax != 0",
         ),
+        "treats a row of very small weights as a row of zeros": ("amax == 0", "amax < 5e-5"),
         "gives a row of zeros a scale other than 1": ("0, 1.0", "0, 2.0"),
         "multiplies the largest weight by 127 instead of dividing": ("amax / 127", "amax * 127"),
         "divides 127 by the largest weight: the scale is inverted": ("amax / 127", "127 / amax"),
@@ -73,6 +74,7 @@ GROUPS = wrong_versions(
             "torch.where(scale > 0, 1.0, scale)",
         ),
         "treats scales up to 1 as zero": ("scale > 0", "scale > 1"),
+        "tests the range instead of the scale, which float16 can make 0": ("scale > 0", "high > low"),
         "gives a group of zeros a scale other than 1": ("scale, 1.0", "scale, 2.0"),
         "never gives the zero point 0 (its lower limit is 1)": (
             "scale.float()).round().clamp(0, 15)",

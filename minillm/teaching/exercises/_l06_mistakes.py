@@ -317,6 +317,21 @@ def _no_parent(token_ids: list[int], known: dict[bytes, int], block_size: int, s
     return found
 
 
+def _first_block_is_every_parent(
+    token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str
+) -> list[int]:
+    found: list[int] = []
+    parent = root_hash(salt)
+    for start in range(0, len(token_ids) - block_size, block_size):
+        block_hash = hash_block_tokens(parent, token_ids[start : start + block_size])
+        if block_hash not in known:
+            break
+        found.append(known[block_hash])
+        if start == 0:
+            parent = block_hash
+    return found
+
+
 def _skips_misses(token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str) -> list[int]:
     hashes = _hashes(token_ids, block_size, True, salt)
     return [known[block_hash] for block_hash in hashes if block_hash in known]
@@ -341,6 +356,10 @@ def _of(change: Callable[[list[int]], list[int]]) -> Finding:
 
 PREFIX = (
     WrongVersion("hashes a block's own tokens alone, without the hash of the block before", _no_parent),
+    WrongVersion(
+        "gives every later block the hash of the first block as its parent; it must be that of the block before",
+        _first_block_is_every_parent,
+    ),
     WrongVersion("continues after a block that is not known", _skips_misses),
     WrongVersion(
         "leaves no token to compute when everything is known",
@@ -357,6 +376,11 @@ PREFIX = (
     WrongVersion("treats block 0 as no block: 0 is a block id, but false in an `if`", _zero_is_false),
     WrongVersion("forgets the salt", lambda token_ids, known, size, salt: find_prefix(token_ids, known, size, "")),
     WrongVersion("never finds more than the first block", _of(lambda found: found[:1])),
+    WrongVersion("never finds more than two blocks", _of(lambda found: found[:2])),
+    WrongVersion(
+        "takes blocks of 4 tokens; a block has block_size tokens",
+        lambda token_ids, known, size, salt: find_prefix(token_ids, known, 4, salt),
+    ),
     WrongVersion("leaves out the last block that is known", _of(lambda found: found[:-1])),
     WrongVersion("returns the blocks from last to first", _of(lambda found: found[::-1])),
     WrongVersion("always returns an empty list", _of(lambda found: [])),
@@ -415,6 +439,12 @@ def _copy_crossed(keys: Tensor, values: Tensor, new: int, old: int, size: int) -
     keys[_span(new, size)], values[_span(new, size)] = keys[_span(old, size)], keys[_span(old, size)]
 
 
+def _copy_ends(keys: Tensor, values: Tensor, new: int, old: int, size: int) -> None:
+    for pool in (keys, values):
+        for offset in (0, size - 1):
+            pool[new * size + offset] = pool[old * size + offset]
+
+
 def _copy_rows(keys: Tensor, values: Tensor, new: int, old: int, size: int) -> None:
     for pool in (keys, values):
         pool[new] = pool[old]
@@ -462,6 +492,7 @@ OWN = (
         _owning(copy=lambda *args: _copy_both(*args, more=1)),
     ),
     WrongVersion("does not copy the last slot of the block", _owning(copy=lambda *args: _copy_both(*args, more=-1))),
+    WrongVersion("copies only the first and the last slot of the block", _owning(copy=_copy_ends)),
     WrongVersion("uses block ids as slots: block b begins at slot b · block_size", _owning(copy=_copy_rows)),
     WrongVersion("does not remove one owner from the old block", _owning(gives_up_old=False)),
     WrongVersion("copies a block that has only one owner", _owning(sole=lambda table, counts, index: False)),

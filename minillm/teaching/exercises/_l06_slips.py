@@ -90,6 +90,10 @@ OWN = wrong_versions(
     {
         "copies a block with one owner, and not a shared one": ("== 1", "!= 1"),
         "does nothing for a block with two owners, and copies a block with one": ("== 1", "== 2"),
+        "takes the new block from the front of the free list, not from the end": (
+            "[new] = allocate(free, ref_counts, 1)",
+            "new = free.pop(0)\n    ref_counts[new] = 1",
+        ),
         "leaves out the first slot of the old block": (
             "pool[old * block_size : (old + 1) * block_size]",
             "pool[old * block_size + 1 : (old + 1) * block_size]",

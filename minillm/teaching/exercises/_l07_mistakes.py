@@ -268,6 +268,14 @@ ADMIT = (
         _admitting(stops=lambda need, free, tokens: False),
     ),
     WrongVersion(
+        "admits a request as long as any block is free, however many the request needs",
+        _admitting(stops=lambda need, free, tokens: free <= 0),
+    ),
+    WrongVersion(
+        "stops only when exactly 0 blocks are free, however many the request needs",
+        _admitting(stops=lambda need, free, tokens: free == 0),
+    ),
+    WrongVersion(
         "lets a request compute all its tokens, whatever is left of the budget",
         lambda waiting, budget, seats, free_blocks, block_size: waiting[
             : len(admit(waiting, budget, seats, free_blocks, block_size))
@@ -311,6 +319,10 @@ VICTIM = (
     WrongVersion(
         "ignores the arrival number among requests of the same priority",
         lambda running: max(range(len(running)), key=lambda i: running[i][0]),
+    ),
+    WrongVersion(
+        "adds the priority and the arrival number; the priority must decide first",
+        lambda running: max(range(len(running)), key=lambda i: sum(running[i])),
     ),
     WrongVersion(
         "preempts the earliest arrival among requests of the same priority",

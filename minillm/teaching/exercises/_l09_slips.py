@@ -112,9 +112,11 @@ DECODE: Edits = {
         "out_ptr + q_at, out",
         "out_ptr + q_at - request * NUM_KV * GROUP * DIM, out",
     ),
-    "fills rows that do not exist with -100, which is more than low scores; they must be -inf": (
-        'score, float("-inf")',
-        "score, -100.0",
+    "fills rows that do not exist with a number such as -100 or -10000, which is more than low scores; they must be "
+    "-inf": ('score, float("-inf")', "score, -10000.0"),
+    "takes the length of this request's own block table as the distance of rows; it must be table_stride": (
+        "request * table_stride",
+        "request * tl.cdiv(length, BLOCK_SIZE)",
     ),
 }
 
@@ -136,6 +138,10 @@ MERGE_KERNEL: Edits = {
     "adds up the parts without their weights": ("weight[:, None] * part", "part"),
     "multiplies by the sum of the weights instead of dividing": ("/ tl.sum(weight", "* tl.sum(weight"),
     "gives the part with the largest lse the smallest weight": ("lse - tl.max(lse, 0)", "tl.max(lse, 0) - lse"),
+    "subtracts the lse of the first part instead of the largest one, so that large differences overflow": (
+        "tl.max(lse, 0)",
+        "tl.load(lse_ptr + row * SPLITS)",
+    ),
     "subtracts the smallest lse, so that large differences overflow": ("tl.max(", "tl.min("),
     "uses lse minus the largest as the weight, without the exponential": (
         "tl.exp(lse - tl.max(lse, 0))",

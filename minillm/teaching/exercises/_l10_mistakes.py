@@ -137,8 +137,8 @@ RESIDUAL = (
         _uniform_if_nothing,
     ),
     WrongVersion("gives a row of zeros where p equals q, from which no token can be drawn", _zeros_if_nothing),
-    WrongVersion("takes q - p: the tokens that the draft likes too much", lambda p, q: residual(q, p)),
-    WrongVersion("takes |p - q|: it also gives probability to tokens that the draft likes too much", _absolute),
+    WrongVersion("takes q - p: the tokens that the draft model likes too much", lambda p, q: residual(q, p)),
+    WrongVersion("takes |p - q|: it also gives probability to tokens that the draft model likes too much", _absolute),
     WrongVersion("leaves negative numbers where q is larger than p", _no_limit),
     WrongVersion("applies a softmax, which gives every token a probability; divide by the sum", _softmax),
     WrongVersion("gives all probability to the largest difference instead of sharing it", _argmax),
@@ -374,7 +374,8 @@ ROLLBACK = (
         "empties the target's cache when nothing was rejected: rows[:-0] is rows[:0]", _minus_zero_but_shorter
     ),
     WrongVersion(
-        "drops as many rows from the draft's cache as from the target's, though the last draft was never in it", _alike
+        "drops as many rows from the draft model's cache as from the target's, though the last draft was never in it",
+        _alike,
     ),
     WrongVersion("keeps the rows of rejected drafts", _keeps_all),
     WrongVersion("rolls back the target's cache only; the draft's has rows of rejected drafts, too", _draft_keeps_all),
@@ -386,6 +387,6 @@ ROLLBACK = (
         "gives the draft's cache a row for the last draft after full acceptance, which the draft model never computed",
         _pretends,
     ),
-    WrongVersion("returns the draft's rows first", _swapped),
+    WrongVersion("returns the draft model's rows first", _swapped),
     WrongVersion("returns the rows of accepted drafts without those before them", _only_drafts),
 )

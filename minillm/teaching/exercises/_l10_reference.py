@@ -25,7 +25,7 @@ def verify_chain(drafts: list[int], p: Tensor, q: Tensor, uniforms: list[float])
 
 
 def rollback(target: list[int], draft: list[int], num_drafts: int, num_accepted: int) -> tuple[list[int], list[int]]:
-    """Return the rows of the target's and the draft's cache that are valid after a round.
+    """Return the rows of the target's and the draft model's cache that are valid after a round.
 
     A row is written as the token whose key and value it holds. `target` ends with all `num_drafts` drafts, `draft` with
     all but the last of them, which never went through the draft model.

@@ -198,6 +198,15 @@ def _repeats_the_last(token_ids: list[int], shortest: int, longest: int, count: 
     return found + found[-1:] * (count - len(found))
 
 
+def _prefers_enough(token_ids: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    for n in range(min(longest, len(token_ids) - 1), shortest - 1, -1):
+        ends = [end for end in range(len(token_ids) - 1, n - 1, -1) if token_ids[end - n : end] == token_ids[-n:]]
+        for end in [end for end in ends if len(token_ids) - end >= count] or ends:
+            followed = token_ids[end:]
+            return [followed[i % len(followed)] for i in range(count)]
+    return []
+
+
 NGRAM = (
     WrongVersion("takes the earliest occurrence; the latest one decides", _of_kind(earliest=True)),
     WrongVersion(
@@ -209,6 +218,7 @@ NGRAM = (
         "stops at the end of the text; the drafts must repeat from the first one until there are `count`",
         _of_kind(loops=False),
     ),
+    WrongVersion("takes an earlier occurrence because more tokens follow it; the latest one decides", _prefers_enough),
     WrongVersion("repeats the last draft at the end of the text; repeat from the first one", _repeats_the_last),
     WrongVersion("misses occurrences that overlap the last n tokens", _without_overlap),
     WrongVersion("misses the occurrence one token before the end", _of_kind(distance=2)),
@@ -273,6 +283,14 @@ def _only_the_parent(parents: list[int]) -> Tensor:
     return mask
 
 
+def _to_the_grandparent(parents: list[int]) -> Tensor:
+    mask = _only_the_parent(parents)
+    mask[:, 0] = True
+    for row, parent in enumerate(parents, start=1):
+        mask[row] |= mask[parent + 1] & _only_the_parent(parents)[parent + 1]
+    return mask
+
+
 def _no_root(mask: Tensor) -> Tensor:
     mask[1:, 0] = False
     return mask
@@ -299,6 +317,7 @@ TREE = (
         lambda parents: torch.ones(len(parents) + 1, len(parents) + 1, dtype=torch.bool).tril(),
     ),
     WrongVersion("attends to the parent only, not to the parent's ancestors", _only_the_parent),
+    WrongVersion("stops at the grandparent, and attends to the root; all ancestors count", _to_the_grandparent),
     WrongVersion(
         "leaves out the token itself",
         lambda parents: _from(parents, lambda mask: mask & ~torch.eye(len(mask), dtype=torch.bool)),
@@ -411,6 +430,10 @@ CHOOSE = (
     *wrong_versions(
         choose_drafts,
         {
+            "takes the first drafts of all requests before the second ones, where all are equally probable": (
+                "slots = [(p, r) for r, chances in enumerate(survival) for p in chances]",
+                "slots = [(c[i], r) for i in range(len(seconds) - 1) for r, c in enumerate(survival) if i < len(c)]",
+            ),
             "takes the least probable drafts first": ("-slot[0]", "slot[0]"),
             "leaves out the token that the target adds for each request": ("float(len(survival))", "0.0"),
             "counts one token of the target for the whole step; every request gets one": (
@@ -463,6 +486,10 @@ DISTIL = (
         "takes the minimum of the logits, and softmax too late",
         lambda p, q: -torch.minimum(p, q).softmax(-1).sum(-1).log().mean(),
     ),
+    WrongVersion(
+        "returns a number without a gradient: .item(), float(), math.log, torch.tensor and .detach() cut it off",
+        lambda p, q: torch.tensor(distil_loss(p, q).item()),
+    ),
     WrongVersion("is the mean acceptance, not a loss", lambda p, q: _overlap(p, q).mean()),
     *wrong_versions(
         distil_loss,
@@ -471,7 +498,7 @@ DISTIL = (
                 "target_logits.softmax(-1)",
                 "target_logits.softmax(0)",
             ),
-            "takes the draft's softmax over the rows instead of the vocabulary": (
+            "takes the draft model's softmax over the rows instead of the vocabulary": (
                 "draft_logits.softmax(-1)",
                 "draft_logits.softmax(0)",
             ),

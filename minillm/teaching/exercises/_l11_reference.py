@@ -84,7 +84,8 @@ def choose_drafts(survival: list[list[float]], seconds: list[float]) -> list[int
 def distil_loss(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """Return −log Σₓ min(p(x), q(x)), averaged over the rows: a scalar.
 
-    Logits: `[rows, vocab]`; p and q are the softmax of the target's and of the draft's. Σ min(p, q) is the probability
+    Logits: `[rows, vocab]`; p and q are the softmax of the target's and of the draft
+    model's. Σ min(p, q) is the probability
     that a draft is accepted, so this is the negative log-likelihood of acceptance (the LK loss).
     """
     p, q = target_logits.softmax(-1), draft_logits.softmax(-1)

@@ -49,6 +49,10 @@ SECONDS = wrong_versions(
             "2 * shape.parameters",
             "shape.parameters",
         ),
+        "takes the bytes of the weights for their operations: a parameter has two, whatever its bytes": (
+            "2 * shape.parameters",
+            "shape.weight_bytes",
+        ),
         "doubles the operations of attention, which attention_flops already counts": (
             "(2 * shape.parameters + context * shape.attention_flops)",
             "2 * (shape.parameters + context * shape.attention_flops)",
@@ -250,11 +254,28 @@ def _first_query(attention: Tensor, block_size: int, count: int, most: int) -> l
     return snapkv_blocks(attention[:1], block_size, count, most)
 
 
+def _full_blocks_only(attention: Tensor, block_size: int, count: int, most: int) -> list[int]:
+    full = attention.shape[1] // block_size * block_size
+    return snapkv_blocks(attention[:, :full], block_size, count, most)
+
+
+def _not_cut(attention: Tensor, block_size: int, count: int, most: int) -> list[int]:
+    if count <= most:
+        return list(range(count))
+    blocks = max(count, -(-attention.shape[1] // block_size))
+    best = snapkv_blocks(attention, block_size, blocks, most)[: most - most // 2]
+    return best + list(range(count - most // 2, count))
+
+
 SNAPKV = (
     WrongVersion("keeps the newest blocks only, and ignores the attention", _newest),
     WrongVersion("keeps the first block and the newest ones, and ignores the attention", _sink_and_newest),
     WrongVersion("uses the last query only; all of them count", _last_query),
     WrongVersion("uses the first query only; all of them count", _first_query),
+    WrongVersion("leaves out the prompt's last block where it is not full", _full_blocks_only),
+    WrongVersion(
+        "does not ignore the tokens behind count · block_size: it chooses among more than `count` blocks", _not_cut
+    ),
     WrongVersion("returns all blocks", lambda attention, block_size, count, most: list(range(count))),
     *wrong_versions(
         snapkv_blocks,
@@ -317,8 +338,8 @@ def _eight_bits(x: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]
 
 LEVELS = (
     WrongVersion(
-        "splits an 8-bit code into its two halves: the upper half is then rounded down, and the draft, which reads it "
-        "alone, is off by up to a whole step",
+        "splits an 8-bit code into its two halves: the upper half is then rounded down, and the drafter, which reads "
+        "it alone, is off by up to a whole step",
         _eight_bits,
     ),
     WrongVersion("returns the lower codes as 0 … 15; they go from -8 to 7", _unsigned),
@@ -334,6 +355,18 @@ LEVELS = (
             "truncates the lower code instead of rounding it": (
                 "((steps - upper) * 16).round()",
                 "((steps - upper) * 16).trunc()",
+            ),
+            "rounds ties of the upper code up; they go to the even number": (
+                "upper = steps.round()",
+                "upper = (steps + 0.5).floor()",
+            ),
+            "rounds ties of the lower code up; they go to the even number": (
+                "((steps - upper) * 16).round()",
+                "((steps - upper) * 16 + 0.5).floor()",
+            ),
+            "rounds the lower code down instead of to the nearest": (
+                "((steps - upper) * 16).round()",
+                "((steps - upper) * 16).floor()",
             ),
             "leaves the zero point out": ("(x - zero) / scale", "x / scale"),
             "adds the zero point instead of subtracting it": ("(x - zero)", "(x + zero)"),

@@ -47,7 +47,7 @@ def sink_view(block_table: list[int], num_tokens: int, block_size: int, most: in
 
 
 def snapkv_blocks(attention: Tensor, block_size: int, count: int, most: int) -> list[int]:
-    """Return which of the blocks 0 … `count` - 1 a draft reads, in order: `most` (≥ 1) of them, or all if there are
+    """Return which of the blocks 0 … `count` - 1 a drafter reads, in order: `most` (≥ 1) of them, or all if there are
     fewer.
 
     `attention`: `[num_queries, n]`, of the prompt's last queries to its n tokens. Half of `most`, rounded down, are the

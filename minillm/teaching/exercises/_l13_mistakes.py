@@ -334,6 +334,11 @@ CLUSTERS = (
                 "weights >= threshold",
             ),
             "compares the score before the exponential with the threshold": (_KEPT, "scores.mean(0) >= threshold"),
+            "subtracts one maximum for all query heads: the exponentials of the others underflow to 0": (
+                f"{_TOTAL}\n    {_WEIGHTS}",
+                "parts = (scores - scores.max()).exp()\n"
+                "    weights = (parts / (parts * sizes).sum(1, keepdim=True)).mean(0)",
+            ),
             "overflows: subtract in the exponent, not after it": (
                 f"{_TOTAL}\n    {_WEIGHTS}",
                 "total = (scores.exp() * sizes).sum(1, keepdim=True)\n    weights = (scores.exp() / total).mean(0)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -260,12 +260,35 @@ def _last(entries: Sequence[Key], wanted: Key) -> Found:
     return found and (len(entries) - 1 - found[0], *found[1:])
 
 
+def _by_rank(rank: Callable[[Key, Key], int]) -> Callable[[Sequence[Key], Key], Found]:
+    """`find_entry` that looks at the entries in the order of `rank(entry, wanted)`."""
+
+    def find(entries: Sequence[Key], wanted: Key) -> Found:
+        order = sorted(range(len(entries)), key=lambda i: rank(entries[i], wanted))
+        found = find_entry([entries[i] for i in order], wanted)
+        return found and (order[found[0]], *found[1:])
+
+    return find
+
+
 ENTRY = (
     WrongVersion("takes the first usable entry, although a later one is exact", _first_usable),
     WrongVersion(
         "uses exact entries only; the others are usable after moving, and are called approximate", _only_exact
     ),
     WrongVersion("demands the same position; keys can be moved", _only_in_place),
+    WrongVersion(
+        "prefers an entry at the same position where none is exact; the first usable one is wanted",
+        _by_rank(lambda entry, wanted: entry.start != wanted.start),
+    ),
+    WrongVersion(
+        "prefers the entry nearest to the wanted position where none is exact; the first usable one is wanted",
+        _by_rank(lambda entry, wanted: abs(entry.start - wanted.start)),
+    ),
+    WrongVersion(
+        "prefers the entry with the largest start where none is exact; the first usable one is wanted",
+        _by_rank(lambda entry, wanted: -entry.start),
+    ),
     WrongVersion("takes the last of several entries that are equally good", _last),
     *wrong_versions(
         find_entry,

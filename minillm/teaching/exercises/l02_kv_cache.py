@@ -19,8 +19,9 @@ def append_kv(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v:
     """Write new rows after the first `past` rows, in place, and return views of all valid rows.
 
     `cache_k`, `cache_v`: `[capacity, num_kv_heads, head_dim]`; `new_k`, `new_v`: `[num_new, num_kv_heads, head_dim]`.
-    Returns two views `[past + num_new, num_kv_heads, head_dim]`. Raises `ValueError` if not all new rows fit, and then
-    leaves both caches as they were.
+    Unused rows hold any numbers, such as those of an earlier text; those after the new rows stay as they were. Returns
+    two views `[past + num_new, num_kv_heads, head_dim]`. Raises `ValueError` if not all new rows fit, and then leaves
+    both caches as they were.
     """
     end = past + new_k.shape[0]
     if end > cache_k.shape[0]:
@@ -50,7 +51,7 @@ def _diagnose_append(attempt: Attempt) -> str | None:
         return f"your function raises {got['raised']} here, but should raise {expected['raised']}"
     for part, what in (("cache_k", "the cache of keys"), ("cache_v", "the cache of values")):
         if got[part] != expected[part]:
-            return f"your function does not leave the old rows, followed by the new rows, in {what}"
+            return f"your function must leave the old rows, the new ones, and then the unused ones unchanged in {what}"
     if got["memory"] != expected["memory"]:
         return "your function does not return a view of the cache of keys and then a view of the cache of values"
     return "your function writes the right rows, but does not return exactly the valid ones"
@@ -125,6 +126,18 @@ _APPEND = Exercise(
                     "pass",
                 ),
                 "forgets to write the keys": ("cache_k[past:end] = new_k", "pass"),
+                "adds the new rows to the old numbers in the unused rows (+=)": (
+                    "cache_k[past:end] = new_k\n    cache_v[past:end] = new_v",
+                    "cache_k[past:end] += new_k\n    cache_v[past:end] += new_v",
+                ),
+                "ignores past and counts the rows that are not 0; unused rows hold old numbers": (
+                    "end = past + new_k.shape[0]",
+                    "past = int(cache_k.flatten(1).any(1).sum()); end = past + new_k.shape[0]",
+                ),
+                "changes the unused rows after the new ones": (
+                    "return cache_k[:end], cache_v[:end]",
+                    "cache_k[end:], cache_v[end:] = 0, 0; return cache_k[:end], cache_v[:end]",
+                ),
             },
         ),
         WrongVersion("builds a new tensor (torch.cat) and leaves the cache as it was", _concatenates),

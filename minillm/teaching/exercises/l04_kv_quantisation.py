@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minillm.teaching.compare import close
 from minillm.teaching.exercise import Case, Exercise
 from minillm.teaching.exercises import _l04_slips as slips
 from minillm.teaching.exercises._l04_mistakes import BOUND, BYTES, PACK, PER_CHANNEL, SYMMETRIC, UNPACK
@@ -19,6 +20,8 @@ from minillm.teaching.exercises._l04_reference import (
 from minillm.teaching.exercises._solution import body
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, shape
 
+RELATIVE = close(1e-4, 0.0)
+"""Compares numbers of any size: scales and outputs can be far below the absolute tolerance of `values_match`."""
 SMALL_HEADS = shape(layers=12, hidden=512, heads=16, kv_heads=16, head_dim=32)
 """Many narrow heads, so that the scale of each head is a larger share of the bytes."""
 
@@ -36,7 +39,7 @@ def _symmetric_cases() -> list[Case]:
         Case("a large row and a small one", (_rows([30.0, -9.2, 4.1, 2.0], [0.02, 0.012, -0.03, 0.004]), 127)),
         Case("two heads of one token", (torch.tensor([[[8.0, -3.1], [0.5, 0.13]]]), 127)),
         Case("a row of zeros", (_rows([0.0, 0.0, 0.0], [1.0, 2.1, -3.0]), 127)),
-        Case("a row of very small numbers", (_rows([1e-5, -3e-6, 7e-6, 2e-6]), 127)),
+        Case("a row of very small numbers", (_rows([1e-20, -3e-21, 7e-21, 2e-21]), 127)),
         Case("a scale with a large rounding error in bfloat16", (_rows([127.4, -100.75, 88.3, 61.7]), 127)),
     ]
 
@@ -44,6 +47,7 @@ def _symmetric_cases() -> list[Case]:
 _SYMMETRIC = Exercise(
     name="l04.quantise_symmetric",
     reference=quantise_symmetric,
+    compare=RELATIVE,
     cases=_symmetric_cases,
     hints=(
         "The largest absolute number of a row must become the largest code. Which dimension is a row?",
@@ -105,6 +109,7 @@ def _per_channel_cases() -> list[Case]:
     draw = torch.Generator().manual_seed(12)
     channels = torch.tensor([[0.0, -4.0], [1.0, -10.0], [3.2, -5.3], [2.1, -6.1]]).unsqueeze(1)
     offset = torch.tensor([100.04, 100.08, 100.1, 100.055]).view(4, 1, 1)
+    constant = torch.full((4, 1, 1), 100.04)
     tiny = torch.tensor([0.0, 1e-6, 3.1e-7, 6.2e-7]).view(4, 1, 1)
     return [
         Case("one channel, four tokens in one group", (channels[:, :, :1], 4)),
@@ -113,7 +118,9 @@ def _per_channel_cases() -> list[Case]:
         Case("two heads", (torch.tensor([[[1.0], [20.0]], [[2.0], [50.0]], [[1.32], [34.0]]]), 3)),
         Case("a channel that never changes", (torch.tensor([[[2.0, 1.0]], [[2.0, 4.0]], [[2.0, 1.6]]]), 3)),
         Case("a channel far from zero: float16 rounds the zero point above the minimum", (offset, 4)),
+        Case("a channel that never changes, of which float16 rounds the zero point up", (constant, 4)),
         Case("a range so small that float16 rounds its scale down by a tenth", (tiny, 4)),
+        Case("a range so small that float16 makes its scale 0", (0.1 * tiny, 4)),
         Case("eight tokens, three heads, two groups", (torch.randn(8, 3, 4, generator=draw), 4)),
     ]
 
@@ -121,6 +128,7 @@ def _per_channel_cases() -> list[Case]:
 _PER_CHANNEL = Exercise(
     name="l04.quantise_per_channel",
     reference=quantise_per_channel,
+    compare=RELATIVE,
     cases=_per_channel_cases,
     hints=(
         "Give the tokens of a group their own dimension. Along which dimension do you take minimum and maximum?",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minillm.teaching.compare import values_match
+from minillm.teaching.compare import close, values_match
 from minillm.teaching.drives.l05 import round_in_groups_of_4
 from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l05_slips as slips
@@ -20,6 +20,9 @@ from minillm.teaching.exercises._l05_reference import (
     w8a8_linear,
 )
 from minillm.teaching.exercises._solution import body
+
+RELATIVE = close(1e-4, 0.0)
+"""Compares numbers of any size: scales and outputs can be far below the absolute tolerance of `values_match`."""
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -38,13 +41,14 @@ def _scale_direction(attempt: Attempt) -> str | None:
 _ROWS = Exercise(
     name="l05.quantise_rows",
     reference=quantise_rows,
+    compare=RELATIVE,
     diagnose=_scale_direction,
     cases=lambda: [
         Case("one row", (torch.tensor([[12.7, -3.04, 0.26]]),)),
         Case("two rows, one small and one large", (torch.tensor([[1.27, 0.4, -0.3], [50.8, -9.1, 3.1]]),)),
         Case("the largest weight of a row is negative", (torch.tensor([[0.5, -2.54], [0.31, 1.27]]),)),
         Case("a row of zeros", (torch.tensor([[0.0, 0.0, 0.0], [1.27, 0.52, -0.33]]),)),
-        Case("a row of very small weights", (torch.tensor([[1e-4, -3.1e-5, 5.6e-5], [1.27, 0.52, -0.33]]),)),
+        Case("a row of very small weights", (torch.tensor([[1e-20, -3.1e-21, 5.6e-21], [1.27, 0.52, -0.33]]),)),
         Case("as many inputs as outputs", (_random(6, 6) * torch.logspace(-1, 1, 6)[:, None],)),
     ],
     hints=(
@@ -70,6 +74,7 @@ def _linear_cases() -> list[Case]:
         Case("one token, two inputs, two outputs", (torch.tensor([[1.0, -0.37]]), *weight)),
         Case("a small token beside a large one", (two_sizes, *wide)),
         Case("a token of zeros, such as padding", (torch.stack((torch.zeros(40), _random(40, seed=4))), *wide)),
+        Case("a token of very small numbers", (1e-6 * _random(1, 40, seed=20), *wide)),
         Case("as many tokens as outputs", (_random(3, 40, seed=5), *wide)),
         Case("a sum over 700 columns of the same sign", (torch.full((1, 700), 3.0), *large)),
     ]
@@ -78,6 +83,7 @@ def _linear_cases() -> list[Case]:
 _LINEAR = Exercise(
     name="l05.w8a8_linear",
     reference=w8a8_linear,
+    compare=RELATIVE,
     cases=_linear_cases,
     hints=(
         "A token is a row of numbers, and you have a function that quantises rows. What remains is a product of "
@@ -93,6 +99,7 @@ _LINEAR = Exercise(
 _GROUPS = Exercise(
     name="l05.quantise_groups",
     reference=quantise_groups,
+    compare=RELATIVE,
     cases=lambda: [
         Case("one group, from -0.5 to 1", (torch.tensor([[-0.5, 1.0, 0.23, 0.0]]), 4)),
         Case(
@@ -105,6 +112,7 @@ _GROUPS = Exercise(
             "weights so small that float16 changes their scale by a tenth",
             (torch.tensor([[-1e-6, -3.1e-7, 0.0, -6.2e-7]]), 4),
         ),
+        Case("weights so small that float16 makes their scale 0", (torch.tensor([[0.0, 1e-7, 5e-8, 0.0]]), 4)),
         Case("a range whose scale float16 rounds", (torch.tensor([[-33.3, 71.9, 5.1, 49.0]]), 4)),
         Case("eight outputs, eight inputs, groups of 4", (_random(8, 8, seed=6), 4)),
         Case("three outputs, twelve inputs, groups of 4", (_random(3, 12, seed=18), 4)),
@@ -158,8 +166,9 @@ _AWQ = Exercise(
     hints=(
         "If W is multiplied by s, column by column, and x divided by s, the product is the same before rounding. So "
         "try several s, round, and keep the one whose outputs are nearest to x @ weight.T.",
-        "For each a: s = mean|x|^a per channel (a mean over tokens, at least 1e-4), then the squared "
-        "error of (x / s) @ rounded(weight · s).T against x @ weight.T, summed. Return the (a, s) with the least.",
+        "For each a: s = max(mean|x|^a, 1e-4) per channel (a mean over tokens, raised to the power first). Then the "
+        "squared error of (x / s) @ rounded(weight · s).T against x @ weight.T, summed. Return the (a, s) with the "
+        "least.",
         "mean, exact = …; best, least = …, infinity; for a in exponents: s = …; error = ((x / s) @ … - "
         "exact).square().sum(); keep (a, s) if the error is less than the least so far.",
         body(awq_scale),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.teaching.drives.l06 import TEXT, use_find, use_own
+from minillm.teaching.drives.l06 import LONG_TEXT, TEXT, use_find, use_own
 from minillm.teaching.exercise import Case, Exercise
 from minillm.teaching.exercises import _l06_slips as slips
 from minillm.teaching.exercises._l06_mistakes import ALLOCATE, ATTENTION, OWN, PREFIX, RELEASE, SLOTS
@@ -127,6 +127,8 @@ _ATTENTION = Exercise(
 
 
 _FIRST, _SECOND, _THIRD = "tokens 11 to 14", "tokens 21 to 24 after those", "tokens 31 to 34 after those"
+_FOUR = {_FIRST: 7, _SECOND: 2, _THIRD: 5, "tokens 41 to 44 after those": 9}
+_OF_TWO = {"tokens 11 and 12": 3, "tokens 13 and 14 after those": 8}
 
 _PREFIX = Exercise(
     name="l06.find_prefix",
@@ -144,6 +146,12 @@ _PREFIX = Exercise(
             "all blocks known: the last token must still be computed",
             ({_FIRST: 7, _SECOND: 2, _THIRD: 5}, TEXT, ""),
         ),
+        Case("four blocks known, and one token after them", (_FOUR, LONG_TEXT, "")),
+        Case(
+            "the third block is known only as the block after the first",
+            ({_FIRST: 7, _SECOND: 2, "tokens 31 to 34 after tokens 11 to 14": 4}, LONG_TEXT, ""),
+        ),
+        Case("blocks of two tokens", (_OF_TWO, TEXT[:5], "", 2)),
         Case(
             "a block with the same tokens after another prefix",
             ({_FIRST: 7, "tokens 21 to 24 at the start of a text": 4}, TEXT, ""),
@@ -169,10 +177,10 @@ _OWN = Exercise(
     name="l06.own_block",
     reference=own_block,
     cases=[
-        Case("the block has one owner: nothing to do", ([0], 0, [1, 0, 0, 0, 1, 1])),
-        Case("the last block is shared by two", ([0, 1], 1, [2, 2, 0, 0, 1, 1])),
-        Case("the first block is shared by three", ([0, 1], 0, [3, 1, 0, 0, 1, 1])),
-        Case("the second entry has one owner, the first is shared", ([1, 2], 1, [0, 2, 1, 0, 1, 1])),
+        Case("the block has one owner: nothing to do", ([0], 0, [1, 0, 0, 0, 1, 1, 0])),
+        Case("the last block is shared by two", ([0, 1], 1, [2, 2, 0, 0, 1, 1, 0])),
+        Case("the first block is shared by three", ([0, 1], 0, [3, 1, 0, 0, 1, 1, 0])),
+        Case("the second entry has one owner, the first is shared", ([1, 2], 1, [0, 2, 1, 0, 1, 1, 0])),
     ],
     hints=(
         "When may a request write into a block directly, and when must it copy the block first?",

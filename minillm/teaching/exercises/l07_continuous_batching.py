@@ -77,6 +77,7 @@ _ADMIT = Exercise(
         Case("no budget left", ([4], 0, 8, 8, 4)),
         Case("the budget ends exactly after the first", ([16, 4], 16, 8, 8, 4)),
         Case("one short request, and many free blocks", ([2], 16, 8, 9, 4)),
+        Case("a request of one token, and two free blocks", ([1], 16, 8, 2, 4)),
         Case("seats, budget and blocks run out together", ([4, 4], 4, 1, 1, 4)),
     ],
     hints=(
@@ -100,6 +101,7 @@ _VICTIM = Exercise(
         Case("two less urgent requests: the later one", ([(5, 0), (5, 3), (0, 4)],)),
         Case("the least urgent arrived last, but is not the last in the list", ([(0, 2), (5, 9), (0, 5)],)),
         Case("three less urgent requests between two urgent ones", ([(0, 10), (5, 6), (5, 3), (5, 9), (0, 11)],)),
+        Case("slightly less urgent, and much earlier", ([(1, 0), (0, 900)],)),
         Case("a single request", ([(0, 7)],)),
     ],
     hints=(

@@ -45,6 +45,22 @@ def _nan_for_nothing(
     return m, l_a * factor_a + l_b * factor_b, o_a * factor_a[:, None] + o_b * factor_b[:, None]
 
 
+def _any_is_all(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
+    if torch.isinf(m_a).any():
+        return m_b, l_b, o_b
+    if torch.isinf(m_b).any():
+        return m_a, l_a, o_a
+    return merge(m_a, l_a, o_a, m_b, l_b, o_b)
+
+
+def _only_if_all_are_nothing(
+    m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor
+) -> tuple[Tensor, ...]:
+    if torch.isinf(m_a).all():
+        return m_b, l_b, o_b
+    return _nan_for_nothing(m_a, l_a, o_a, m_b, l_b, o_b)
+
+
 def _adds(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
     return torch.maximum(m_a, m_b), l_a + l_b, o_a + o_b
 
@@ -103,6 +119,7 @@ def _merge_cases() -> list[Case]:
         return torch.tensor([m]), torch.tensor([total]), torch.tensor([out])
 
     nothing = one(-torch.inf, 0.0, 0.0, 0.0)
+    some, other = one(1.5, 2.0, 3.0, 4.0), one(0.5, 1.0, 5.0, 2.0)
     return [
         Case("two keys with equal scores", (*one(2.0, 1.0, 1.0, 0.0), *one(2.0, 1.0, 0.0, 4.0))),
         Case("the larger score comes second", (*one(0.0, 2.0, 2.0, 1.0), *one(1.0, 1.0, 3.0, 5.0))),
@@ -116,6 +133,12 @@ def _merge_cases() -> list[Case]:
             (
                 *(torch.tensor([0.0, 5.0]), torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
                 *(torch.tensor([2.0, 4.0]), torch.tensor([3.0, 1.0]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])),
+            ),
+        ),
+        Case(
+            "three queries, for which one set, neither set and both sets have keys",
+            tuple(
+                torch.cat(parts) for parts in zip((*nothing, *some), (*nothing, *nothing), (*some, *other), strict=True)
             ),
         ),
     ]
@@ -153,6 +176,11 @@ _MERGE = Exercise(
         WrongVersion("computes powers of 2 instead of e", _base_two),
         WrongVersion("divides o by l, so that the result cannot be merged again", _divides),
         WrongVersion("gives NaN for two sets without keys: -inf minus -inf is NaN", _nan_for_nothing),
+        WrongVersion("returns the other set for all queries as soon as a set has no keys for one query", _any_is_all),
+        WrongVersion(
+            "treats two sets without keys specially only if that is so for all queries: -inf minus -inf is NaN",
+            _only_if_all_are_nothing,
+        ),
         *wrong_versions(merge, _l09_slips.MERGE),
     ),
     parts=("m", "l", "o"),
@@ -198,9 +226,9 @@ def _falling(case: Decode) -> Decode:
 
 
 def _far_apart(case: Decode) -> Decode:
-    """Give the heads of a group scores of several hundred, of about 1, and of several hundred below zero."""
+    """Give the heads of a group scores of several hundred, of about 1, and of tens of thousands below zero."""
     q, keys, *rest = case
-    return q.abs() * torch.tensor([[400.0], [1.0], [-400.0]]), keys.abs() + 0.5, *rest
+    return q.abs() * torch.tensor([[400.0], [1.0], [-40000.0]]), keys.abs() + 0.5, *rest
 
 
 def _decode_cases() -> list[Case]:
@@ -209,6 +237,7 @@ def _decode_cases() -> list[Case]:
         Case("one request, one full block", poisoned(1, [4], [[1]], 1, 1)),
         Case("the last block holds one of four", poisoned(1, [5], [[2, 0]], 1, 1)),
         Case("two requests of different lengths", poisoned(2, [3, 6], [[4], [2, 0]], 1, 1)),
+        Case("the first of two requests is the longer one", poisoned(2, [6, 3], [[2, 0], [4]], 1, 1)),
         Case(
             "three query heads of eight channels share each of two KV heads",
             poisoned(4, [3], [[1]], 6, 2, dim=8),
@@ -222,7 +251,7 @@ def _decode_cases() -> list[Case]:
         Case("scores of several thousand", (large[0] * 4000, *large[1:])),
         Case("the second block's scores are hundreds below the first's", _falling(poisoned(6, [8], [[1, 0]], 1, 1))),
         Case(
-            "heads of one group with scores hundreds apart, three of four rows in the block",
+            "heads of one group with scores far apart, three of four rows in the block",
             _far_apart(poisoned(7, [3], [[0]], 3, 1)),
         ),
         Case("every tensor ends where its memory ends", (*_everything(), True)),
@@ -490,8 +519,12 @@ def _merge_kernel_cases() -> list[Case]:
             "one part has three times the weight of the other", (part, torch.tensor([[2.0 + np.log(3.0).item(), 2.0]]))
         ),
         Case("a part without keys", (part * torch.tensor([1.0, 0.0])[:, None], torch.tensor([[0.5, -torch.inf]]))),
+        Case(
+            "the first part has no keys", (part * torch.tensor([0.0, 1.0])[:, None], torch.tensor([[-torch.inf, 0.5]]))
+        ),
         Case("scores of several hundred", (part, torch.tensor([[401.0, 400.0]]))),
         Case("scores of several hundred below zero", (part, torch.tensor([[-401.0, -400.0]]))),
+        Case("the second part has an lse that is hundreds larger", (part, torch.tensor([[0.0, 200.0]]))),
         Case("two rows of four parts", (four, lse_of_four)),
         Case("every tensor ends where its memory ends", (four, lse_of_four, True)),
     ]
@@ -576,7 +609,7 @@ _INT8 = Exercise(
         Case("two requests, two KV heads of eight channels", coded(poisoned(3, [3, 6], [[4], [2, 0]], 2, 2, dim=8))),
         Case("four blocks of eight rows, three in the last one", coded(_four_blocks(11, 1))),
         Case("three blocks of two rows", coded(poisoned(12, [6], [[2, 0, 1]], 1, 1, block_size=2))),
-        Case("heads of one group with scores hundreds apart", coded(_far_apart(poisoned(7, [3], [[0]], 3, 1)))),
+        Case("heads of one group with scores far apart", coded(_far_apart(poisoned(7, [3], [[0]], 3, 1)))),
         Case("every tensor ends where its memory ends", (*coded(_everything()), True)),
     ],
     hints=(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.teaching.compare import values_match
+from minillm.teaching.drives.l11 import loss_and_gradient
 from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l11_mistakes as mistakes
 from minillm.teaching.exercises._l11_reference import (
@@ -61,8 +65,10 @@ def _about_gamma(attempt: Attempt) -> str | None:
         return f"return one number of drafts, an int, and not a value of type {type(attempt.got).__name__}"
     if not 0 <= attempt.got <= len(alphas):
         return f"the number of drafts must be from 0 to {len(alphas)}"
-    speeds = [expected_tokens(alphas[:g]) / (g * c + v[g]) for g in (attempt.got, attempt.expected)]
-    return f"{attempt.got} drafts give {speeds[0]:.3g} tokens per plain step, {attempt.expected} give {speeds[1]:.3g}"
+    mine, best = (expected_tokens(alphas[:g]) / (g * c + v[g]) for g in (attempt.got, attempt.expected))
+    if math.isclose(mine, best):
+        return "of equally fast numbers of drafts, the smallest is wanted"
+    return f"γ = {attempt.got} gives a speed-up of {mine:.3g}, γ = {attempt.expected} gives {best:.3g}"
 
 
 _EVEN = [0.75] * 6
@@ -123,6 +129,7 @@ _NGRAM = Exercise(
         Case("they occurred twice, followed by different tokens", ([7, 1, 9, 7, 2, 9, 5, 7], 1, 2, 1)),
         Case("a long match and a later short one", ([1, 2, 3, 8, 9, 4, 3, 6, 5, 1, 2, 3], 1, 3, 3)),
         Case("the text ends before there are enough drafts", ([5, 6, 7, 5, 6], 2, 2, 7)),
+        Case("more tokens follow an earlier occurrence", ([1, 2, 7, 8, 9, 5, 1, 2, 4, 1, 2], 2, 3, 4)),
         Case("one token again and again: the match overlaps the end", ([4, 9, 9, 9], 2, 3, 4)),
         Case("a match of three overlaps the last three tokens", ([5, 1, 2, 1, 2, 1], 3, 3, 2)),
         Case("the match begins with the first token", ([1, 2, 8, 1, 2], 2, 2, 1)),
@@ -170,6 +177,7 @@ _TREE = Exercise(
     cases=[
         Case("two drafts for the same position", ([-1, -1],)),
         Case("a chain of three", ([-1, 0, 1],)),
+        Case("a chain of five", ([-1, 0, 1, 2, 3],)),
         Case("a chain, and a second child of the root", ([-1, 0, -1],)),
         Case("two levels: (2, 1) as the engine numbers it", ([-1, -1, 0, 1],)),
         Case("five drafts: two, then two below the first and one below the second", ([-1, -1, 0, 0, 1],)),
@@ -226,6 +234,9 @@ _CHOOSE = Exercise(
         ),
         Case("equal chances, one slot pays: the earlier request", ([[0.75], [0.75]], [1.0, 1.125, 4.0])),
         Case(
+            "a later draft of the earlier request is equally probable", ([[0.75, 0.75], [0.75]], [1.0, 1.0, 1.1, 4.0])
+        ),
+        Case(
             "a step of three drafts takes as long as one of one draft",
             ([[0.5, 0.375, 0.25]], [1.0, 1.75, 1.75, 1.75]),
         ),
@@ -260,13 +271,16 @@ _CHOOSE = Exercise(
 
 
 def _about_loss(attempt: Attempt) -> str | None:
-    if not isinstance(attempt.got, Tensor) or attempt.got.dim():
-        return "return one number: the mean over the rows"
-    if attempt.got < 0:
+    loss, expected = attempt.got["loss"], attempt.expected  # type: ignore[index]
+    if not isinstance(loss, Tensor) or loss.dim():
+        return "return one number, a tensor: the mean over the rows"
+    if loss < 0:
         return "the loss is negative; the logarithm of a probability is at most 0, and the loss is minus that"
     p, q = attempt.case.args
-    if torch.equal(p, q) and attempt.got.abs() > 1e-5:
+    if torch.equal(p, q) and loss.abs() > 1e-5:
         return "p = q, so every draft is accepted and the loss must be 0"
+    if values_match(expected["loss"], loss) is None:
+        return "the loss is right, and its gradient is not: compute all of it from the logits, with functions of torch"
     return None
 
 
@@ -299,6 +313,7 @@ _DISTIL = Exercise(
     ),
     wrong=mistakes.DISTIL,
     fallback_diagnosis=_about_loss,
+    run_case=loss_and_gradient,
 )
 
 EXERCISES = [_TOKENS, _GAMMA, _NGRAM, _TREE, _CHOOSE, _DISTIL]

@@ -49,6 +49,10 @@ _SECONDS = Exercise(
         Case("arithmetic is what limits: one row", (1, 1, 50, _SHAPE, _SLOW_ARITHMETIC)),
         Case("arithmetic is what limits: four requests of five rows", (4, 5, 50, _SHAPE, _SLOW_ARITHMETIC)),
         Case("arithmetic limits, and nothing is cached", (2, 3, 0, _SHAPE, _SLOW_ARITHMETIC)),
+        Case(
+            "arithmetic limits, and a parameter takes four bytes",
+            (4, 5, 50, Shape(100.0, 400.0, 4.0, 8.0), _SLOW_ARITHMETIC),
+        ),
         Case("both take nearly the same time", (2, 2, 100, _SHAPE, Machine(flops=400.0, bandwidth=110.0))),
     ],
     hints=(
@@ -219,6 +223,14 @@ def _snapkv_cases() -> list[Case]:
         Case("the prompt's last block is not full", (peaks[:, :11], 2, 5, 2)),
         Case("the prompt ends in the middle of block 5", (peaks[:, :11], 2, 6, 4)),
         Case(
+            "the prompt's last token, alone in its block, has most of the attention",
+            (_attention([0.125, 0.0, 0.0, 0.0625, 0.0, 0.0, 0.8125]), 2, 6, 3),
+        ),
+        Case(
+            "the prompt is longer than the blocks that count",
+            (_attention([0.0625, 0.125, 0.25, 0.0625, 0.125, 0.3125, 0.0625]), 1, 6, 2),
+        ),
+        Case(
             "the window's blocks have most of the attention", (_attention([0.0625, 0.125, 0.0625, 0.25, 0.5]), 1, 5, 3)
         ),
         Case(
@@ -260,7 +272,7 @@ def _about_levels(attempt: Attempt) -> str | None:
         if bool((got < low).any() or (got > high).any()):
             return f"the {name} codes go from {int(got.min())} to {int(got.max())}; four bits hold {low} to {high}"
         if not torch.equal(got.float(), wanted.float()):
-            fact = about_tensor(wanted.float(), got.float(), ("row", "number"), f"the {name} codes")
+            fact = about_tensor(wanted.float(), got.float(), ("row", "number"), f"the tensor of {name} codes")
             return fact or f"the {name} codes are wrong: write down (x - zero) / scale for the first number"
     return None
 

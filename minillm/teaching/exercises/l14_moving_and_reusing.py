@@ -216,6 +216,8 @@ def _entry_cases() -> list[Case]:
             "two usable entries at other positions",
             ([replace(_ALONE, model="x"), replace(_WANTED, before="import sys", start=90), _ALONE], _WANTED),
         ),
+        Case("the same two in the other order", ([_ALONE, replace(_WANTED, before="import sys", start=90)], _WANTED)),
+        Case("a usable entry, and one in the same place after another text", ([_ALONE, elsewhere], _WANTED)),
         Case("a shift backwards", ([replace(_WANTED, before="a long text", start=300)], _WANTED)),
         Case("nothing fits", ([replace(_ALONE, **{name: other}) for name, other in _OTHERS.items()], _WANTED)),
         Case("exact, but of another model", ([replace(there, model="fine-tuned")], _WANTED)),

@@ -56,7 +56,7 @@ def _find(d: Draw) -> Case:
 def _own(d: Draw) -> Case:
     table = d.some((0, 1, 2, 4, 5), d.int(1, 3))
     index = d.int(0, len(table) - 1)
-    counts = [d.int(1, 3) if block in table else 0 for block in range(6)]
+    counts = [d.int(1, 3) if block in table else 0 for block in range(7)]
     return Case("another table", (table, index, counts))
 
 
