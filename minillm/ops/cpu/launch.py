@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from numba import get_num_threads, set_num_threads, typeof
@@ -23,6 +24,9 @@ once. With numba's other layers two concurrent steps would only compete for the 
 class Launcher:
     """One entry point. Its first two arguments are `sync` and the number of threads (`team.join_team`)."""
 
+    threaded_process: ClassVar[int | None] = None
+    """The first process, of this one and those it was forked from, that has run a step on several threads."""
+
     def __init__(self, run: Any, run_together: Any) -> None:
         """`run`, compiled by numba, is one thread's part; `run_together` calls it on all of them."""
         self.run, self.run_together = run, run_together
@@ -34,7 +38,9 @@ class Launcher:
 
     def threads(self, kind: Hashable) -> int:
         """The number of threads for the next call. Only calls of one kind, which do about the same work, are
-        compared."""
+        compared. A process forked from one that has used several has one: OpenMP's threads do not survive a fork."""
+        if Launcher.threaded_process not in (None, os.getpid()):
+            return 1
         return self.choice.threads(kind, min(torch.get_num_threads(), NUMBA_NUM_THREADS, self.usable_processors))
 
     def launch(self, kind: Hashable, threads: int, *arguments: Any) -> None:
@@ -54,6 +60,8 @@ class Launcher:
             return time.perf_counter() - began
         with STEP_LOCK:
             began = time.perf_counter()
+            if Launcher.threaded_process is None:
+                Launcher.threaded_process = os.getpid()
             if get_num_threads() != threads:
                 set_num_threads(threads)
             self.run_together(self.address or self._find_address(arguments), *arguments)
