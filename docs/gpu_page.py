@@ -10,6 +10,8 @@ LATEST, FIRST = "gpu", "gpu_first"
 """The latest run, and the first one, from which the stages come that the latest left out."""
 RATES = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "bytes": (2**20, "MiB")}
 """Units that are printed in larger ones."""
+NAMES = {"last cache": "last-level cache"}
+"""Metrics that were renamed after a committed run."""
 SETTINGS = ("model", "context", "half", "target, draft")
 """The notes of a stage that say what it was run with."""
 WORDS = {
@@ -40,6 +42,8 @@ def _section(stage: Result) -> str:
     lines += [f"| {name} | {_shortened(note)} | | | |" for name, note in _failures(stage).items()]
     if stage["rows"]:
         lines += ["", *_ops(stage["rows"])]
+    if noise := _noise_of_tiles(stage):
+        lines += ["", noise]
     if stage["status"] != "done":
         lines += ["", f"The stage ended early: {stage['status']}."]
     return "\n".join(lines) + "\n"
@@ -110,7 +114,8 @@ def _line(metric: Result) -> str:
     spread = "" if low is None or low == high else f"{_digits(low, 3)} to {_digits(high, 3)}"
     target = "" if not metric["target"] else f"{metric['target']} {'met' if metric['met'] else '**missed**'}"
     bound = (metric["bound"] or "").replace("|", "\\|")
-    return f"| {metric['name']} | {'' if value is None else _digits(value, 4)} {unit} | {spread} | {target} | {bound} |"
+    name = NAMES.get(metric["name"], metric["name"])
+    return f"| {name} | {'' if value is None else _digits(value, 4)} {unit} | {spread} | {target} | {bound} |"
 
 
 def _digits(value: float, count: int) -> str:
@@ -142,6 +147,23 @@ def _ops(rows: list[Result]) -> list[str]:
             f"{at[f'{state}_ratio']:.2f}× |"
         )
     return lines
+
+
+def _noise_of_tiles(stage: Result) -> str:
+    """What it means where the default tiles, which were among the candidates, are faster than the best; else empty."""
+    times = {metric["name"]: metric["value"] for metric in stage["metrics"]}
+    slower = [
+        times[name] / times[other] - 1
+        for name in times
+        if (other := name.replace(", best", ", default")) != name and other in times
+    ]
+    if max(slower, default=0) <= 0:
+        return ""
+    text = (
+        "The default was among the candidates for the best, and was timed again afterwards. So where it is the faster "
+        f"one, the difference is noise, and elsewhere one below {max(slower):.0%} may be noise, too."
+    )
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def _failures(stage: Result) -> dict[str, str]:

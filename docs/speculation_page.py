@@ -141,6 +141,8 @@ def _by_text(rows: Sequence[Result]) -> str:
 def _prediction(rows: Sequence[Result]) -> str:
     """How close the modelled speed-up comes, and the slowest lines."""
     errors = [abs(r["config"]["predicted"] / r["ratio"] - 1) for r in rows if "predicted" in r["config"]]
+    without = len(rows) - len(errors)
+    left_out = f" ({without} line{'s' * (without > 1)} without a modelled value)" if without else ""
     close = sum(error <= CLOSE for error in errors)
     adaptive = [row for row in rows if row["system"].endswith(ADAPTIVE)]
     fixed = [row for row in rows if not row["system"].endswith(ADAPTIVE)]
@@ -150,10 +152,10 @@ def _prediction(rows: Sequence[Result]) -> str:
         "Modelled: τ / (s (c + v) + 1 - s), with τ, the share of steps with drafts (s), and the costs of drafting (c) "
         "and of the rest of such a step (v), all measured in the same runs as the speed-up. So this tells whether the "
         "four explain the speed-up, not whether it could be known before. It is within "
-        f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines, and at most {max(errors):.0%} from "
-        f"it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest adaptive one "
-        f"{_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×, {surely} of them with their "
-        "whole 95% interval."
+        f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines{left_out}, and at most "
+        f"{max(errors):.0%} from it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest "
+        f"adaptive one {_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×, {surely} of them "
+        "with their whole 95% interval."
     )
 
 

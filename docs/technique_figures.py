@@ -8,14 +8,7 @@ import statistics
 from functools import cache
 from typing import Any
 
-from results import ROOT, load, revision, row_of
-
-
-def ratio(file: str, system: str, baseline: str) -> str:
-    """The speed of one system over another, in a committed result."""
-    row = row_of(file, system, baseline)
-    rounds = load(file)["config"]["rounds"]
-    return f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f} in {rounds} rounds)"
+from results import ROOT, load, revision
 
 
 def gpu_op(op: str, kind: str = "", tokens: int = 1, context: int | None = None) -> dict[str, Any]:

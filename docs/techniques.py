@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from results import EARLIER, ROOT, is_of_bundled_weights, load, row_of, table_head
+from results import EARLIER, ROOT, is_of_bundled_weights, load, ratio, row_of, table_head
 from technique_figures import (
     beside,
     card,
@@ -32,7 +32,6 @@ from technique_figures import (
     numbers,
     on_long_files,
     printed,
-    ratio,
     recalled,
     recalled_from,
     speed_up,
@@ -93,9 +92,10 @@ ROWS = (
         "up to 36.9 times the throughput of FasterTransformer",
         "`minillm bench batch`; lesson 7",
         lambda: (
-            f"{ratio('batch', 'minillm continuous', 'minillm static')} over static batching, "
+            f"{ratio(row_of('batch', 'minillm continuous', 'minillm static'))} over static batching, "
             f"{counted('batch', 'minillm static', 'steps')} → {counted('batch', 'minillm continuous', 'steps')} steps; "
-            f"{ratio('batch', 'minillm continuous', 'transformers padded batch')} over a padded batch of transformers"
+            f"{ratio(row_of('batch', 'minillm continuous', 'transformers padded batch'))} over a padded batch of "
+            "transformers"
         ),
         "The steps are halved. Most of the distance to others is in the steps themselves.",
         lambda: 0.4 < counted_steps("minillm continuous") / counted_steps("minillm static") < 0.6,
@@ -157,7 +157,7 @@ ROWS = (
         "Prefix caching",
         "no single figure",
         "`minillm bench latency`; lesson 6",
-        lambda: f"{ratio('latency', 'warm', 'cold')} for a completion of 24 tokens after a prompt of 200",
+        lambda: f"{ratio(row_of('latency', 'warm', 'cold'))} for a completion of 24 tokens after a prompt of 200",
         "Exact, and about half of the time of such a completion is gone.",
         lambda: 1.7 < row_of("latency", "warm", "cold")["ratio"] < 2.4,
     ),
@@ -571,6 +571,9 @@ def page() -> str:
         "Speed-ups of drafting methods are of fp32 and, where nothing else is said, one request, with four drafts in",
         'each round (`"adaptive": False`); by default the engine drafts only where it predicts a gain '
         "([all](measured.md)).",
+        "In brackets after a speed-up is where the true median lies with a probability of 95%, or from fewer than six",
+        "rounds the lowest and the highest. Those `by kind of text` and those of `minillm bench beside` are always the",
+        "lowest and the highest.",
         *_earlier(),
         "",
         *table_head(["technique", "claimed", "runs with", "measured here", "verdict"]),

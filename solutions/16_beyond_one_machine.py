@@ -368,6 +368,11 @@ reveal("l16.waiting", round(100 * waiting[1]))
 sums = 2 * config.num_layers + 1
 print(f"waiting with 1 request: {waiting[1] * decode[1, SIZE]:.1f} ms a step; ", end="")
 print(f"{sums} sums by your formula: {1e3 * sums * my_seconds(step_bytes, 2, BANDWIDTH, LATENCY):.1f} ms")
+own = {batch: (1 - waiting[batch]) * decode[batch, SIZE] for batch in (1, 8)}
+print(
+    f"without waiting a step of the first process takes {own[1]:.1f} and {own[8]:.1f} ms; "
+    f"the whole step on one process {decode[1, 1]:.1f} and {decode[8, 1]:.1f} ms"
+)
 ratios = [decode[batch, SIZE] / decode[batch, 1] for batch in (1, 8)]
 print(f"a step of {SIZE} processes takes {ratios[0]:.1f} and {ratios[1]:.1f} times as long as a step of one")
 claim(
@@ -386,8 +391,10 @@ del split, traffic
 # small model has little to compute between two sums. Your formula has only the link in it, at its fastest. The rest is
 # what an all-reduce usually takes beyond that, and waiting for the other process when it arrives late: the two never take
 # equally long, and any other work on the machine delays one of them. A sum is as late as the latest rank. (Waiting varies
-# from run to run, so a step of eight requests can even be faster than a step of one.) Splitting pays where each rank
-# brings its *own* memory and processor, and where the links are fast: on GPUs.
+# from run to run, so a step of eight requests can even be faster than a step of one.) And waiting is not all: compare the
+# printed time without waiting with the whole step on one process. A rank multiplies by half of each matrix, but makes as
+# many calls as one process with the whole model, and the first also sends every step to the other. Splitting pays where
+# each rank brings its *own* memory and processor, and where the links are fast: on GPUs.
 #
 # ### A split model on GPUs, modelled
 #

@@ -363,6 +363,8 @@ LineChart(
 # (⊙ multiplies element by element.)
 #
 # ### Exercise 3: a block low-rank product
+#
+# The check also refuses an answer that makes W block by block: it computes all of W, too.
 
 
 # %%

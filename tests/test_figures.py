@@ -44,6 +44,16 @@ def test_every_page_is_written_from_the_results(figures: ModuleType) -> None:
         assert file.read_text(encoding="utf-8") == text, f"{file.name}: run `python docs/figures.py`"
 
 
+def test_brackets_of_a_technique_are_those_of_the_tables(
+    results: ModuleType, figures: ModuleType, techniques: ModuleType
+) -> None:
+    row = results.row_of("latency", "warm", "cold")
+    low, high = row["interval"]
+    assert (low, high) != (row["ratio_min"], row["ratio_max"])
+    shown = f"{row['ratio']:.2f}× ({low:.2f} to {high:.2f})"
+    assert f"| {shown} for a completion of 24 tokens" in techniques.page() and f"{shown} cold |" in figures.measured()
+
+
 def test_a_readme_without_its_marks_is_refused(figures: ModuleType) -> None:
     with pytest.raises(ValueError, match="once"):
         figures.with_table("# minillm\n")
@@ -179,6 +189,16 @@ def test_plain_decoding_that_was_measured_twice_tells_the_noise_and_is_no_method
     assert "plain, again" not in text and "9.00" not in text
 
 
+def test_lines_without_a_modelled_value_are_counted(results: ModuleType, figures: ModuleType) -> None:
+    page = importlib.import_module("speculation_page")
+    rows, _ = page._lines(copy.deepcopy(results.load("speculation")))
+    rows = [row for row in rows if "predicted" in row["config"]]
+    assert f"in {len(rows)} lines, and" in re.sub(r"\d+ of ", "", page._prediction(rows))
+    for count, words in ((1, "1 line"), (2, "2 lines")):
+        del rows[-count]["config"]["predicted"]
+        assert f"of {len(rows) - count} lines ({words} without a modelled value), and" in page._prediction(rows)
+
+
 def test_what_resting_costs_is_the_mean_of_the_lines_with_few_drafts(figures: ModuleType) -> None:
     page = importlib.import_module("speculation_page")
     lines = [("ngram, adaptive", 0.96, 0.01), ("ngram, adaptive", 1.0, 0.029), ("heads, adaptive", 0.92, 0.0)]
@@ -225,6 +245,15 @@ def test_what_a_gpu_missed_is_named_in_words_and_large_figures_have_no_exponent(
     assert all(metric["name"] in page.WORDS for run in (page.LATEST, page.FIRST) for metric in page._missed(run))
     shown = [page._digits(value, 3) for value in (0.75, 12.34, 99.96, 999.9, 36176.2)]
     assert shown == ["0.75", "12.3", "100", "1,000", "36,176"]
+
+
+def test_a_default_that_is_faster_than_the_best_tiles_tells_the_noise(figures: ModuleType) -> None:
+    page = importlib.import_module("gpu_page")
+    times = {"int8 few, best": 1.0, "int8 few, default": 0.95, "int4 few, best": 1.02, "int4 few, default": 1.0}
+    metrics = [{"name": name, "value": value} for name, value in times.items()]
+    assert "one below 5% may be noise" in " ".join(page._noise_of_tiles({"metrics": metrics}).split())
+    assert page._noise_of_tiles({"metrics": [{"name": "int8 few, best", "value": 0.9}, *metrics[1:2]]}) == ""
+    assert page._noise_of_tiles({"metrics": metrics[:1]}) == ""
 
 
 def test_recall_is_told_apart_by_distance(techniques: ModuleType) -> None:

@@ -144,7 +144,8 @@ def _check_run(
 ) -> None:
     missing = marks[-1][0] - marks[0][0] - sum(parts.values())
     if abs(missing) > 1e-9:
-        raise LessonError(f"{name}: the parts leave out {missing:.6f} s of the run; every second belongs to one part")
+        wrong = f"leave out {missing:.6f} s of the run" if missing > 0 else f"are {-missing:.6f} s longer than the run"
+        raise LessonError(f"{name}: the parts {wrong}; every second belongs to one part")
     if len(output.outputs[0].token_ids) != params.max_tokens or (output.num_cached_tokens > 0) != warm:
         raise LessonError(
             f"{name}: {len(output.outputs[0].token_ids)} tokens, {output.num_cached_tokens} cached; the race is for "

@@ -501,8 +501,19 @@ def test_the_default_tiles_are_tried_even_if_they_are_unlikely_or_time_is_over()
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("times", "is_default_the_best", "medians"),
+    [
+        ([0.5, 0.6] * 5, False, [0.5, 0.6]),
+        ([0.5, 0.6, *[0.7, 0.6] * 4], True, [0.6, 0.6]),  # it won the search, and the first turn, by chance
+    ],
+)
 def test_tiles_that_won_on_another_gpu_are_tried_even_if_they_are_unlikely_and_time_is_over(
-    monkeypatch: pytest.MonkeyPatch, report: Report
+    times: list[float],
+    is_default_the_best: bool,
+    medians: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    report: Report,
 ) -> None:
     from minillm.bench.on_gpu import stage_tiles
     from minillm.ops.triton.tiles import Tiles
@@ -517,17 +528,22 @@ def test_tiles_that_won_on_another_gpu_are_tried_even_if_they_are_unlikely_and_t
         assert [trial(chosen) for chosen in also] == ["ran"] * len(also)
         return theirs, 0.5
 
+    ours = iter(times)
     monkeypatch.setattr(stage_tiles, "product", lambda setup, kind, rows: lambda chosen: "ran")
     monkeypatch.setattr(stage_tiles.tiles, "MEASURED", known)
     monkeypatch.setattr(stage_tiles.tiles, "measure", measure)
     monkeypatch.setattr(stage_tiles.tiles, "choose", lambda kind, *shape: default)
-    monkeypatch.setattr(stage_tiles.testing, "do_bench", lambda run, return_mode: 0.6)
+    monkeypatch.setattr(stage_tiles.testing, "do_bench", lambda run, return_mode: next(ours))
     monkeypatch.setattr(stage_tiles.machine, "gpu_name", lambda: "some GPU")
     monkeypatch.setattr(StageSetup, "half", torch.float16)
-    report.note(stage_tiles.LINES, [])
+    report.note(stage_tiles.LINES, ["before"])
     stage_tiles._one_product(StageSetup(False, SETUP.clock), report, "int8", "few", seconds=0.0)
-    assert tried == [default, theirs]
-    assert report.so_far().notes[stage_tiles.LINES] == [f'    ("some GPU", "int8", "few"): {theirs},']
+    assert tried == [default, theirs] and not list(ours)
+    best = default if is_default_the_best else theirs
+    assert report.so_far().notes[stage_tiles.LINES] == ["before", f'    ("some GPU", "int8", "few"): {best},']
+    found = {metric["name"]: metric for metric in report.so_far().metrics}
+    assert [found[f"int8 few, {which}"]["value"] for which in ("best", "default")] == medians
+    assert found["int8 few, best"]["config"]["tiles"] == str(best) and len(found) == 2
 
 
 @needs_triton

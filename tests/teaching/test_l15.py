@@ -235,6 +235,8 @@ def test_a_race_refuses_parts_that_leave_something_out(engine: LLM):
     assert set(parts) == {"plain", "warm"} and set(parts["plain"]) == set(PARTS)
     with pytest.raises(LessonError, match="the parts leave out"):
         race({"plain": engine}, prompt, PARAMS, lambda marks: {**attribute(marks), "target": 0.0}, rounds=1)
+    with pytest.raises(LessonError, match=r"the parts are 1\.0+ s longer than the run"):
+        race({"plain": engine}, prompt, PARAMS, lambda m: attribute([(m[0][0] - 1, "Start"), *m[1:]]), rounds=1)
 
 
 def test_a_race_of_engines_that_have_run_needs_no_run_that_is_not_counted(engine: LLM, monkeypatch):

@@ -197,6 +197,13 @@ def test_int4_is_smaller_and_coarser_than_int8() -> None:
         ("backward_in_chunks", lambda run, chunks, kept: torch.zeros_like(kept), "no gradient has arrived"),
         ("backward_in_chunks", lambda run, chunks, kept: 3, "return what was sent"),
         ("blast_apply", lambda x, u, s, v: x[:, :1], "a row of all outputs"),
+        (
+            "blast_apply",
+            lambda x, u, s, v: torch.cat(
+                [x @ torch.cat([u[i] * s[i, j] @ v[j].T for j in range(len(v))], 1).T for i in range(len(u))], 1
+            ),
+            "one row of blocks at a time",
+        ),
         ("one_bit_and_exact", lambda weight, count: (weight.abs().mean(1), weight), "not 0"),
         ("one_bit_and_exact", lambda weight, count: weight, "return the scales"),
         ("centroid_step", lambda points, weights, centroids: centroids, "has not moved"),

@@ -26,7 +26,7 @@ def environment(setup: StageSetup, report: Report) -> None:
         report.note(library, metadata.version(library))
     report.note("cuda", torch.version.cuda)
     report.note("nvidia-smi", driver_facts())
-    report.counted("last cache", last_cache_bytes(setup.clock.device), "bytes")
+    report.counted("last-level cache", last_cache_bytes(setup.clock.device), "bytes")
     copy = copy_bandwidth(setup.clock.device, num_bytes=setup.size_for(None, 2**20))
     report.measured("copy bandwidth", [copy.median, copy.low, copy.high], "B/s")
     if not setup.is_rehearsal:

@@ -45,11 +45,12 @@ def lse_of_tiles(function: Function, x: Tensor, y: Tensor, temperature: float, t
 
 
 def product(function: Function, x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> dict[str, object]:
-    """The result, and whether no tensor was as large as the matrix, unless its products with x are larger."""
+    """The result, and whether no tensor was larger than x, than the products of x with each of u, s and v, and than
+    those with every block of the matrix. In small cases a block is no larger than these, in the large one it is."""
     with LargestTensor() as largest:
         found = function(x, u, s, v)
-    size = u.shape[0] * u.shape[1] * v.shape[0] * v.shape[1]
-    room = max(size - 1, x.numel(), *(max(1, len(x)) * part.numel() for part in (u, s, v)))
+    products = (*(part.numel() for part in (u, s, v)), len(v) * u.shape[0] * u.shape[1])
+    room = max(x.numel(), len(x) * max(products))
     return {"product": found, "without the matrix": largest.numbers <= room}
 
 

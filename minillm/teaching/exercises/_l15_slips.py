@@ -36,6 +36,9 @@ STEP: Edits = {
     "multiplies the operations by the rate instead of dividing": ("/ rate", "* rate"),
     "uses operations as seconds: divide them by the rate": (" / rate", ""),
     "divides the rate by the operations: the quotient is inverted": ("operations / rate", "rate / operations"),
+    "uses the bandwidth of the example on every machine": ("/ bandwidth", "/ 20"),
+    "uses the rate of the example on every machine": ("/ rate", "/ 10"),
+    "uses the seconds per call of the example on every machine": ("calls * seconds_per_call", "calls * 0.5"),
 }
 
 PANEL: Edits = {

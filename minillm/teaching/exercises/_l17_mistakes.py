@@ -138,12 +138,21 @@ def _dense(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
     return x @ torch.einsum("ipr,ijr,jqr->ipjq", u, s, v).flatten(2).flatten(0, 1).T
 
 
+def _block_by_block(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    outputs = []
+    for i in range(len(u)):
+        products = [part @ (u[i] * s[i, j] @ v[j].T).T for j, part in enumerate(x.chunk(len(v), 1))]
+        outputs.append(torch.stack(products).sum(0))
+    return torch.cat(outputs, 1)
+
+
 _LATENTS = 'latents = torch.einsum("njq,jqr->njr", x.unflatten(1, (len(v), -1)), v)'
 _MIXED = 'mixed = torch.einsum("ijr,njr->nir", s, latents)'
 _OUT = 'return torch.einsum("ipr,nir->nip", u, mixed).flatten(1)'
 
 BLAST = (
     WrongVersion("makes the dense matrix, and multiplies by it", _dense),
+    WrongVersion("makes the dense matrix block by block, or one row of blocks at a time", _block_by_block),
     *wrong_versions(
         blast_apply,
         {
@@ -267,6 +276,10 @@ CENTROIDS = wrong_versions(
         "divides by the weights of all points, not by those of its own": (
             _MEAN,
             "(points[own] * weights[own, None]).sum(0) / weights.sum()",
+        ),
+        "divides by at least 1; weights may sum to less": (
+            _MEAN,
+            "(points[own] * weights[own, None]).sum(0) / weights[own].sum().clamp(min=1)",
         ),
         "moves to the heaviest point": (_MEAN, "points[own][weights[own].argmax()]"),
         "moves a centroid without points to the origin; it stays where it is": (

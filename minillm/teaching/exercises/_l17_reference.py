@@ -40,7 +40,7 @@ def backward_in_chunks(
 
 
 def blast_apply(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
-    """Return x Wᵀ for the block low-rank W_ij = U_i diag(s_ij) V_jᵀ, without W: `[n, out]`.
+    """Return x Wᵀ for the block low-rank W_ij = U_i diag(s_ij) V_jᵀ, without W or its blocks: `[n, out]`.
 
     `x`: `[n, in]`, `u`: `[blocks, out / blocks, rank]`, `s`: `[blocks, blocks, rank]`, `v`: `[blocks, in / blocks,
     rank]`. (BLAST, Lee et al. 2024.)

@@ -97,10 +97,14 @@ def _only_parts_that_are_there(marks: Marks) -> dict[str, float]:
     return {part: seconds for part, seconds in attribute(marks).items() if seconds}
 
 
-def _marks(*steps: tuple[float, str]) -> Marks:
-    """Marks from (seconds since the previous mark, name)."""
-    ends = itertools.accumulate(seconds for seconds, _ in steps)
-    return [(0.0, "Start"), *((end, name) for end, (_, name) in zip(ends, steps, strict=True))]
+def _begins_at_zero(marks: Marks) -> dict[str, float]:
+    return attribute([(0.0, "Start"), *marks[1:]])
+
+
+def _marks(*steps: tuple[float, str], start: float = 0.0) -> Marks:
+    """Marks from the reading of the clock at the start, and (seconds since the previous mark, name)."""
+    began, *ends = itertools.accumulate((seconds for seconds, _ in steps), initial=start)
+    return [(began, "Start"), *((end, name) for end, (_, name) in zip(ends, steps, strict=True))]
 
 
 _CALL = ((1.0, "RequestAdded"), (0.5, "StepStarted"))
@@ -141,6 +145,7 @@ _ATTRIBUTE = Exercise(
                     *_TOKEN,
                     (0.5, "RequestFinished"),
                     (0.25, "End"),
+                    start=5.0,
                 ),
             ),
         ),
@@ -194,6 +199,7 @@ _ATTRIBUTE = Exercise(
         WrongVersion("measures every mark from the start, not from the mark before it", _from_the_start),
         WrongVersion("returns shares of the whole instead of seconds", _shares),
         WrongVersion("leaves out the parts that take no time; they are 0.0", _only_parts_that_are_there),
+        WrongVersion("counts from 0 to the second mark; the first mark says where the run begins", _begins_at_zero),
         *wrong_versions(attribute, _l15_slips.ATTRIBUTE),
     ),
     fallback_diagnosis=_about_parts,
@@ -286,6 +292,8 @@ _STEP = Exercise(
         Case("the same with four calls of half a second", (60.0, 10.0, 4, 20.0, 10.0, 0.5)),
         Case("many operations on few bytes: a prompt", (60.0, 100.0, 4, 20.0, 10.0, 0.5)),
         Case("a tiny model: the calls take most of the time", (1.0, 1.0, 100, 20.0, 10.0, 0.5)),
+        Case("another machine: slower memory, faster arithmetic, short calls", (60.0, 100.0, 3, 5.0, 80.0, 0.25)),
+        Case("a third machine: fast memory, slow arithmetic, long calls", (60.0, 100.0, 3, 40.0, 2.0, 4.0)),
     ],
     hints=(
         "There are three times: for the bytes, the operations and the calls. Which of them overlap?",

@@ -136,7 +136,7 @@ def _about_product(attempt: Attempt) -> str | None:
     if not isinstance(got, Tensor) or got.shape != expected.shape:
         return f"return {list(expected.shape)}: a row of all outputs for each row of x"
     return about_tensor(expected, got, ("row", "output")) or unless(
-        attempt, "without the matrix", "a tensor is as large as the matrix"
+        attempt, "without the matrix", "a tensor is larger than the products with x need: no block of W is to be made"
     )
 
 
@@ -158,7 +158,7 @@ def _blast_cases() -> list[Case]:
         case("two blocks of rank two", 3, 2, 3, 4, 2),
         case("three blocks, more outputs than inputs", 2, 3, 5, 2, 2),
         case("four blocks, square", 2, 4, 3, 3, 3),
-        case("a large matrix of rank one", 1, 4, 12, 12, 1),
+        case("a large matrix of rank one", 1, 4, 20, 20, 1),
     ]
 
 
@@ -268,6 +268,7 @@ def _centroid_cases() -> list[Case]:
             "points that differ in the second channel",
             (square, torch.tensor([1.0, 2.0, 3.0, 0.5]), torch.tensor([[2.0, 0.0], [2.0, 3.0]])),
         ),
+        Case("weights that sum to less than 1", (line[:2], torch.tensor([0.2, 0.3]), torch.tensor([[4.0]]))),
         case("random points", 9, 2, 3),
         case("many random points in three dimensions", 24, 3, 5),
         case("as many centroids as points", 4, 2, 4),
