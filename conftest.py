@@ -54,8 +54,17 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     return result
 
 
-TOGETHER = ("tests/book/", "tests/browser/test_book.py")
-"""Files that share what is slow to make, here the book of all lessons: one worker runs them."""
+TOGETHER = (
+    ("tests/book/", "tests/browser/test_book.py"),
+    (
+        "tests/runtime/test_cpu_executor.py",
+        "tests/engine/test_same_tokens.py",
+        "tests/speculative/test_compiled_heads.py",
+        "tests/bench/test_kernels.py",
+    ),
+)
+"""Files that share what is slow to make: one worker runs them. The first share the book of all lessons, the others the
+inner functions of compiled steps."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,8 +76,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Queue(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(TOGETHER):
-                return TOGETHER[0]
+            for group in TOGETHER:
+                if nodeid.startswith(group):
+                    return group[0]
             return super()._split_scope(nodeid)
 
     return Queue(config, log)

@@ -24,14 +24,15 @@ settings.load_profile("no clock")
 
 SHIPPED_ADAPTIVE = True
 """What `minillm.speculative.config.ADAPTIVE` is outside of tests; see `every_draft`."""
+COLLECT_AFTER = 10_000
+"""New objects after which the garbage collector runs. After every 700, as usual, it takes one second in sixteen; what
+tests say about garbage, they say after a collection of their own, or without any."""
 SLOW_S = 60
 LONGEST_FILES = (
-    "teaching/grading/test_grading.py",
     "runtime/test_cpu_executor.py",
+    "teaching/grading/test_grading.py",
     "teaching/test_exercises.py",
-    "engine/test_same_tokens.py",
     "browser/test_book.py",
-    "engine/test_memory_of_requests.py",
     "cache/test_measured_bytes.py",
     "runtime/test_gpu_graphs.py",
     "parallel/test_engine.py",
@@ -118,6 +119,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(COLLECT_AFTER, 10, 10)
         gc.enable()
 
 

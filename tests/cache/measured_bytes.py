@@ -39,6 +39,9 @@ CONFIG = ModelConfig(
     head_dim=64,
     max_position_embeddings=CONTEXT,
 )
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+REUSED_BYTES = 64 << 20
+"""Scratch memory of fewer bytes is used again and not mapped anew by every call, which would take most of the time."""
 OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 700}, "sinks": {"window": 700}, "commvq": {"bits": 4}}
 
 
@@ -107,6 +110,8 @@ def measure(layout: str, dtype: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+        ctypes.CDLL(None).mallopt(threshold, REUSED_BYTES)
     for kind, name in {kind: name for name, kind in LAYOUTS.items()}.items():
         if not (child := os.fork()):
             print(json.dumps({"layout": kind.__name__, **measure(*name)}), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,8 @@ from minillm.teaching.drives.lazy_kernel import LazyKernel, resolve
 from minillm.teaching.drives.triton_kernels import KernelError
 from minillm.teaching.exercise import Case
 from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
-from minillm.teaching.result import Status
+from minillm.teaching.registry import find
+from minillm.teaching.result import CheckResult, Status
 from minillm.teaching.variants.draw import Draw
 from minillm.teaching.variants.l06_to_l09 import MAKERS
 from tests.ops.triton.steps import Step, step
@@ -42,6 +44,20 @@ def run(name: str, given: Step, *more: object) -> torch.Tensor:
     pools = [x for rows in given[1:3] for x in (rows.pools if hasattr(rows, "pools") else [rows])]
     tables, batch = given.batch.block_tables, given.batch
     return DRIVES[name](KERNELS[name], given.q, *pools, tables, batch.seq_lens, batch.block_size, *more)
+
+
+@cache
+def answers(name: str) -> AnswerKey:
+    """Every answer of the reference and of the planted mistakes: the interpreter takes seconds for them, and each check
+    of a kernel would begin anew."""
+    key = AnswerKey(find(f"l09.{name}"))
+    key.fill()
+    return key
+
+
+def checked(name: str, *changes: tuple[str, str]) -> CheckResult:
+    """The check of the reference kernel with these changes."""
+    return check_function(f"l09.{name}", LazyKernel("l09", name, *changes), key=answers(name))
 
 
 @settings(max_examples=30)
@@ -96,7 +112,7 @@ def test_a_set_without_keys_for_one_query_says_nothing_about_the_others(every):
     ],
 )
 def test_kernels_that_once_passed_are_caught_and_named(name: str, change: tuple[str, str], cause: str):
-    report = str(check_function(f"l09.{name}", LazyKernel("l09", name, change)))
+    report = str(checked(name, change))
     assert report.startswith("FAIL") and cause in report, report
 
 
@@ -119,7 +135,7 @@ FAR = {
 @needs_triton
 @pytest.mark.parametrize("changes", STRAYING.values(), ids=STRAYING)
 def test_a_kernel_that_leaves_its_tensors_never_passes_and_is_told_so(changes: list[tuple[str, str]]):
-    result = check_function("l09.decode_kernel", LazyKernel("l09", "decode_kernel", *changes))
+    result = checked("decode_kernel", *changes)
     assert result.status is Status.FAILED, str(result)
     told = ("outside of", "beyond the end of", "past the end of an array")
     assert any(words in str(result) for words in told), str(result)
@@ -129,7 +145,7 @@ def test_a_kernel_that_leaves_its_tensors_never_passes_and_is_told_so(changes: l
 @pytest.mark.parametrize("changes", FAR.values(), ids=FAR)
 def test_a_kernel_that_reads_or_writes_far_away_never_passes_and_never_ends_the_process(changes: list[tuple[str, str]]):
     """Far away there may be other memory of the process: then the answer is wrong, else the child process crashes."""
-    assert check_function("l09.decode_kernel", LazyKernel("l09", "decode_kernel", *changes)).status is Status.FAILED
+    assert checked("decode_kernel", *changes).status is Status.FAILED
 
 
 @needs_triton
@@ -149,15 +165,13 @@ def test_a_kernel_that_reads_or_writes_far_away_never_passes_and_never_ends_the_
 def test_a_cause_that_does_not_follow_from_the_answers_is_not_named(
     change: tuple[str, str], says: str, not_said: str
 ) -> None:
-    report = str(check_function("l09.decode_kernel", LazyKernel("l09", "decode_kernel", change)))
+    report = str(checked("decode_kernel", change))
     assert says in report and not_said not in report
 
 
 def test_scores_that_fall_from_block_to_block_need_the_maximum_of_all_blocks():
     changes = "tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1)"
-    exercise = next(e for e in EXERCISES if e.name == "l09.decode_kernel")
-    key = AnswerKey(exercise)
-    report = str(check_function(exercise, LazyKernel("l09", "decode_kernel", changes), key=key))
+    report = str(checked("decode_kernel", changes))
     assert "the second block's scores are hundreds below the first's" in report
     assert "takes the maximum of this block only" in report
 
