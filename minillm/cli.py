@@ -22,11 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
     except KeyboardInterrupt:
         return _end("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        return _end("", 0)
     except MinillmError as problem:
         return _end(str(problem), ERROR)
     except OSError as problem:  # a full disk, a folder that may not be written to, …
+        if isinstance(problem, BrokenPipeError) and _reader_has_left():
+            return _end("", 0)
         where = f"{problem.filename}: " if problem.filename else ""
         return _end(f"{where}{problem.strerror or problem}", ERROR)
 
@@ -40,9 +40,17 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         args = parser().parse_args(argv)
         code: int = args.run(args)
-    finally:
-        sys.stdout.flush()  # a full disk is reported here; at interpreter exit it could not be
+    except SystemExit:  # after --help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()  # a full disk is reported here; at interpreter exit it could not be
     return code
+
+
+def _reader_has_left() -> bool:
+    from minillm.commands.streams import reader_has_left
+
+    return reader_has_left(sys.stdout)
 
 
 def _end(message: str, code: int) -> int:

@@ -86,13 +86,13 @@ def test_mistake_found_by_the_engine_is_one_line_too(capsys):
 
 
 def test_bug_of_our_own_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(lab, "lessons_folder", lambda copies: 1 / 0)
+    monkeypatch.setattr(lab, "lessons_folder", lambda copies, lesson: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["lab"])
 
 
 def test_interrupt_exits_with_130_and_no_traceback(monkeypatch, capsys):
-    def stop(copies: Path) -> Path:
+    def stop(copies: Path, lesson: str) -> Path:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(lab, "lessons_folder", stop)
@@ -105,6 +105,24 @@ def test_reader_that_has_seen_enough_is_no_error():
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 0
+
+
+def test_a_mistake_is_reported_although_nobody_reads_the_output(tmp_path):
+    words = ["lab", "99", "--no-open", "--dir", str(tmp_path / "new")]
+    process = started(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read().startswith("minillm: no lesson '99'")
+    assert process.wait() == 2
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_an_error(monkeypatch, capfd):
+    def lose(copies: Path, lesson: str) -> Path:
+        print("so far")
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(lab, "lessons_folder", lose)
+    assert cli.main(["lab"]) == 2
+    assert capfd.readouterr() == ("so far\n", "minillm: Broken pipe\n")
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
@@ -181,6 +199,22 @@ def test_generate_says_how_to_draft(words, expected, monkeypatch):
     monkeypatch.setattr("minillm.llm.LLM", fake_llm)
     assert cli.main(["generate", "x", *words]) == 2
     assert seen["speculative_config"] == expected
+
+
+@pytest.mark.parametrize("words", [["--speculative-method", ""], ["--draft", ""]], ids=str)
+def test_an_empty_name_is_not_plain_decoding(words, monkeypatch):
+    def fake_llm(model, speculative_config, **_):
+        assert speculative_config
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("minillm.llm.LLM", fake_llm)
+    assert cli.main(["generate", "x", *words]) == 2
+
+
+def test_a_bad_sampling_option_is_found_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr("minillm.llm.LLM", lambda *_, **__: pytest.fail("it loaded the model"))
+    assert cli.main(["generate", "x", "--temperature", "-1"]) == 2
+    assert "temperature=-1.0" in capsys.readouterr().err
 
 
 def test_cost_says_only_what_is_known():
@@ -302,12 +336,29 @@ def test_lab_opens_the_first_lesson_or_the_one_asked_for(installed):
         lab.find_lesson(lessons, "99")
 
 
+def test_lab_copies_nothing_for_a_lesson_that_is_not_there(installed, tmp_path):
+    mine = tmp_path / "mine"
+    with pytest.raises(ConfigError, match=r"no lesson '99' .* 00_tour, 02_kv_cache"):
+        lab.lessons_folder(mine, installed, "99")
+    assert not mine.exists()
+    mine.mkdir()
+    (mine / "99_my_own.ipynb").touch()
+    assert lab.find_lesson(lab.lessons_folder(mine, installed, "99"), "99").name == "99_my_own.ipynb"
+
+
+@pytest.mark.parametrize("option", ["--jupyter=--no-browser", "--complete"])
+def test_lab_ignores_no_option(option, tmp_path, capsys):
+    assert cli.main(["lab", "--no-open", option, "--dir", str(tmp_path / "new")]) == 2
+    assert f"{option.partition('=')[0]} is for JupyterLab, which --no-open" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_lab_hands_the_notebook_and_options_to_jupyterlab(installed, monkeypatch):
     from jupyterlab.labapp import LabApp
 
     calls = []
     lessons = installed / "_lessons"
-    monkeypatch.setattr(lab, "lessons_folder", lambda copies: lessons)
+    monkeypatch.setattr(lab, "lessons_folder", lambda copies, lesson: lessons)
     monkeypatch.setattr(LabApp, "launch_instance", calls.append)
     assert cli.main(["lab", "02", "--jupyter=--no-browser", "--jupyter=--port=9000"]) == 0
     notebook, root = str(lessons / "02_kv_cache.ipynb"), f"--ServerApp.root_dir={lessons}"
@@ -318,7 +369,7 @@ def test_lab_completes_code_only_if_it_is_asked_to(installed, monkeypatch):
     from jupyterlab.labapp import LabApp
 
     calls = []
-    monkeypatch.setattr(lab, "lessons_folder", lambda copies: installed / "_lessons")
+    monkeypatch.setattr(lab, "lessons_folder", lambda copies, lesson: installed / "_lessons")
     monkeypatch.setattr(LabApp, "launch_instance", calls.append)
     monkeypatch.setenv("MINILLM_COMPLETE", "")
     assert cli.main(["lab"]) == 0 and not os.environ["MINILLM_COMPLETE"]
@@ -328,7 +379,7 @@ def test_lab_completes_code_only_if_it_is_asked_to(installed, monkeypatch):
 
 
 def test_lab_without_jupyterlab_names_the_install_line(installed, monkeypatch, capsys):
-    monkeypatch.setattr(lab, "lessons_folder", lambda copies: installed / "_lessons")
+    monkeypatch.setattr(lab, "lessons_folder", lambda copies, lesson: installed / "_lessons")
     monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["lab"]) == 2
     assert "pip install 'minillm-lessons[lab]'" in capsys.readouterr().err
@@ -361,6 +412,7 @@ def test_demo_refuses_a_pace_that_makes_no_sense(pause, capsys):
         (["--remeasure", "--check"], "--remeasure cannot be combined"),
         (["--mutants", "--otter", "x"], "--mutants cannot be combined"),
         (["--run", "--mutants"], "--run cannot be combined"),
+        (["--mutants"], "--root cannot be combined with --mutants"),
     ],
     ids=str,
 )
@@ -421,14 +473,14 @@ def test_bench_prints_a_table_and_keeps_the_json(monkeypatch, tmp_path, capsys):
 
 
 def test_bench_keeps_the_json_if_its_table_cannot_be_printed(monkeypatch, tmp_path):
-    def closed(*_):
-        raise BrokenPipeError
+    def full(*_):
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(bench, "find", lambda name: lambda: {"name": "decode"})
     monkeypatch.setattr(bench, "find_table", lambda name: str)
-    monkeypatch.setattr("rich.console.Console.print", closed)
+    monkeypatch.setattr("rich.console.Console.print", full)
     file = tmp_path / "out.json"
-    assert cli.main(["bench", "decode", "--json", str(file)]) == 0
+    assert cli.main(["bench", "decode", "--json", str(file)]) == 2
     assert '"decode"' in file.read_text()
 
 

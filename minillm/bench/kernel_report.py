@@ -16,7 +16,7 @@ def table(outcome: dict[str, Any]) -> Table:
     from rich.table import Table
 
     device = outcome["hardware"]["gpu"] or outcome["hardware"]["cpu"]
-    copy = outcome["config"]["ceilings"]["copy bandwidth"]["median"] / 1e9
+    copy = outcome["config"]["limits"]["copy bandwidth"]["median"] / 1e9
     table = Table(title=f"kernels on {device['name']}, copy {copy:.1f} GB/s; bytes are modelled")
     for heading in ("op", "implementation"):
         table.add_column(heading)

@@ -92,7 +92,7 @@ def run(
         "threads": 1 if device == "cpu" else None,
         "rounds": rounds,
         "last_cache_bytes": settings[0].cache_bytes,
-        "ceilings": {c.name: {"unit": c.unit, "median": c.median, "low": c.low, "high": c.high} for c in limits},
+        "limits": {c.name: {"unit": c.unit, "median": c.median, "low": c.low, "high": c.high} for c in limits},
         "counted": "calls of one op; bytes are modelled (the least that the op can move), the rest is measured",
     }
     return result("kernels", config, rows)

@@ -49,24 +49,33 @@ def build_book(
     lessons run at a time. `sources`: where to write the pages as markdown; default: a temporary folder.
 
     Raises `UnsupportedError` if the extra `book` is not installed, `LessonError` if `root` has no solved lessons or
-    `out` is a file or holds something else than a book.
+    `out` or `sources` is a file or holds something else than a book.
     """
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
     if missing:
         raise UnsupportedError(f"the book needs {', '.join(missing)}: pip install 'minillm-lessons[book]'")
-    if not choose(root):
+    if not (root / "solutions").is_dir():
         raise LessonError(f"{root.resolve()} has no solved lessons; run this in a clone, or name one with --root")
-    if out.exists() and not out.is_dir():
-        raise LessonError(f"{out} is a file; --out needs the name of a folder")
-    if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
-        raise LessonError(f"{out} is not empty and is not a book; name another folder with --out, or empty it")
+    _check_folder("--out", out)
+    if sources is not None:
+        _check_folder("--sources", sources)
     with tempfile.TemporaryDirectory() as scratch:
         pages = sources or Path(scratch) / "pages"
+        pages.mkdir(parents=True, exist_ok=True)
+        (pages / MARKER).touch()
         write_pages(root, pages, replays, jobs)
         html = Path(scratch) / "html"
         warnings = _sphinx(pages, html, Path(scratch) / "doctrees", read_home(root).repository)
         _replace(out, html)
     return warnings
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    """Raise `LessonError` for a file, or a folder that is neither empty nor written by `minillm book`."""
+    if folder.exists() and not folder.is_dir():
+        raise LessonError(f"{folder} is a file; {option} needs the name of a folder")
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        raise LessonError(f"{folder} is not empty and is not a book; name another folder with {option}, or empty it")
 
 
 def _replace(out: Path, html: Path) -> None:

@@ -60,7 +60,7 @@ DRAFTS_WITH = {
 
 
 def techniques() -> list[Technique]:
-    """All of them, shelf by shelf, in the order of their tables. A file stands once."""
+    """All of them, shelf by shelf, in the order of their tables. Each file is listed once."""
     found: dict[str, Technique] = {}
 
     def add(technique: Technique) -> None:

@@ -96,7 +96,8 @@ class PagedLatentKVCache(KVCache):
 
     @abstractmethod
     def restore(self, layer: int, is_key: bool, latents: Tensor) -> Tensor:
-        """The reverse of `compress`, as far as it goes."""
+        """`[num_tokens, width]` → an approximation of what `compress` was given, `[num_tokens, kv_size]`, in the
+        model's dtype."""
 
     @classmethod
     def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, **options: Any) -> int:

@@ -97,6 +97,7 @@ def observed_mass(queries: Tensor, keys: Tensor) -> Tensor:
 
 def pooled(mass: Tensor, kernel: int) -> Tensor:
     """The largest of the `kernel` numbers around each one, fewer at the ends: `[heads, n]` → the same shape."""
+    kernel = min(kernel, 2 * mass.shape[1] - 1)  # a wider one pools the same numbers
     return F.max_pool1d(mass.unsqueeze(0), kernel, stride=1, padding=kernel // 2)[0]
 
 

@@ -24,6 +24,7 @@ from minillm.errors import ConfigError, MinillmError, NonFiniteLogitsError, Prom
 from minillm.models.fingerprint import identity_of_folder
 from minillm.models.hub import resolve
 from minillm.sampling import SamplingParams
+from minillm.speculative.config import SpeculativeConfig
 from minillm.version import __version__
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class GenerationSettings:
         params = SamplingParams(**self.sampling)
         if params.n != 1:
             raise ConfigError(f"n={params.n}: batch generation writes one completion per prompt; use n=1")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, name)) is not None:
+                raise ConfigError(f"{name}={asked}: batch generation writes no log probabilities; leave it out")
 
     def job(self, data: bytes, shard: int) -> dict[str, Any]:
         """What a folder of results belongs to. `data`: the input file."""
@@ -60,10 +64,21 @@ class GenerationSettings:
             "input": hashlib.sha256(data).hexdigest(),
             "model": self.model,
             "weights": identity_of_folder(resolve(self.model)),
+            "draft_weights": [identity_of_folder(resolve(model)) for model in self._draft_models()],
             "engine": self.engine,
             "sampling": self.sampling,
             "shard": shard,
         }
+
+    def _draft_models(self) -> list[str]:
+        """The draft models that the options name: the method's, then its fallback's."""
+        given = self.engine.get("speculative_config")
+        config = None if given is None else SpeculativeConfig.from_dict(given)
+        found = []
+        while config is not None:
+            found.append(getattr(config.options, "model", None))
+            config = config.fallback
+        return [model for model in found if model is not None]
 
 
 class GenerationWorker:

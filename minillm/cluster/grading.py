@@ -1,11 +1,12 @@
 """Grading a class on a cluster: `minillm grade` with the submissions spread over the workers.
 
 This process reads the submissions, writes the results and the reports; a worker gets the bytes of one file at a time
-and needs none of these folders. Submissions are closed in on the worker's machine as they are here.
+and needs none of these folders. Submissions are isolated on the worker's machine as they are here.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ SLOTS = range(64, 320)
 
 
 @dataclass(frozen=True)
-class Handed:
+class SubmissionTask:
     """A submission on its way to a worker."""
 
     data: bytes
@@ -50,7 +51,7 @@ class GradingWorker:
         self._open.enter_context(lock)
         self.grader = Grader(self._open.enter_context(StudentProcess(slot, mode)), rules)
 
-    def run(self, task: Handed) -> Submission:
+    def run(self, task: SubmissionTask) -> Submission:
         """The grades of one submission."""
         return self.grader.grade(task.data, task.student, task.file, task.key)
 
@@ -59,7 +60,7 @@ class GradingWorker:
         self._open.close()
 
 
-def free_slot() -> tuple[int, IO[str]]:
+def free_slot() -> tuple[int, IO[bytes]]:
     """A slot that no other worker on this machine has, and the lock that keeps it until it is closed.
 
     Raises `UnsupportedError` if all are taken, or if this is not Linux.
@@ -68,9 +69,11 @@ def free_slot() -> tuple[int, IO[str]]:
         import fcntl
     except ImportError:
         raise UnsupportedError("submissions are graded on Linux only (a container or WSL will do)") from None
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # in /tmp anybody may have put a link there
     for slot in SLOTS:
+        file = Path(tempfile.gettempdir()) / f"minillm-grade-slot-{slot}.lock"
         try:
-            lock = (Path(tempfile.gettempdir()) / f"minillm-grade-slot-{slot}.lock").open("w")
+            lock = os.fdopen(os.open(file, flags, 0o600), "rb", buffering=0)
         except OSError:
             continue  # another user's
         try:
@@ -86,13 +89,13 @@ def graders_of(pool: Pool) -> Graders:
     """Who grades for `minillm.teaching.grading.batch.grade_all`: the workers of `pool`."""
 
     def grade(tasks: list[Task], rules: Rules, mode: str) -> Iterator[tuple[int, Submission]]:
-        handed: list[tuple[int, Handed]] = []
+        found: list[tuple[int, SubmissionTask]] = []
         for number, file, key in tasks:
             try:
-                handed.append((number, Handed(read(file), file.student, file.name, key)))
+                found.append((number, SubmissionTask(read(file), file.student, file.name, key)))
             except OSError as problem:
                 yield number, unreadable(file, key, problem)
-        for index, submission in pool.map(partial(GradingWorker, rules, mode), [task for _, task in handed]):
-            yield handed[index][0], submission
+        for index, submission in pool.map(partial(GradingWorker, rules, mode), [task for _, task in found]):
+            yield found[index][0], submission
 
     return grade

@@ -33,23 +33,10 @@ class Worker(Protocol[Task, Result]):
 
 
 class Pool(Protocol):
-    """Something that does tasks: a `WorkerPool`, or this process."""
+    """Something that does tasks, such as a `WorkerPool`."""
 
     def map(self, make: Callable[[], Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
         """Do `tasks` by workers that `make` builds. Yields `(number of the task, its result)` as they are done."""
-
-
-class ThisProcess:
-    """A pool of one worker in this process."""
-
-    def map(self, make: Callable[[], Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
-        """See `Pool`."""
-        actor = _Actor(make)
-        try:
-            for number, task in enumerate(tasks):
-                yield number, actor.run(task)
-        finally:
-            actor.close()
 
 
 def check_resources(name: str, wanted: float, whole_above_one: bool = False) -> None:

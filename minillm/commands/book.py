@@ -31,10 +31,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
-    if args.out.exists():
-        check_writable("--out", args.out)
-    else:
-        check_new_file("--out", args.out)
+    for option, folder in (("--out", args.out), ("--sources", args.sources)):
+        if folder is not None:
+            (check_writable if folder.exists() else check_new_file)(option, folder)
     warnings = build_book(args.root, args.out, () if args.no_run else None, args.jobs, args.sources)
     for line in warnings:
         print(line)

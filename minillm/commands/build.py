@@ -49,7 +49,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--classroom", type=Path, metavar="DIR", help=classroom_help)
     secret_help = "with --nbgrader or --otter: file with the course's secret, for hidden cases"
     parser.add_argument("--secret-file", type=Path, metavar="FILE", help=secret_help)
-    parser.add_argument("--root", type=Path, default=Path(), help="the clone to work in (default: here)")
+    parser.add_argument("--root", type=Path, help="the clone to work in (default: here)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_useless(args)
     if args.mutants:
         return _try_mutants(args)
+    args.root = args.root or Path()
     if not (args.root / "solutions").is_dir():
         raise ConfigError(
             f"{args.root.resolve()} has no folder 'solutions'; run this in a clone, or name one with --root"
@@ -105,6 +106,7 @@ def _refuse_useless(args: argparse.Namespace) -> None:
             not args.mutants,
             f"--mutants {ALONE}",
         ),
+        (args.root, not args.mutants, "--root cannot be combined with --mutants, which tests the installed exercises"),
     ):
         if given and not needed:
             raise ConfigError(words)

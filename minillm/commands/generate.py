@@ -60,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
     from minillm.llm import LLM
     from minillm.sampling import SamplingParams
 
-    llm = LLM(args.model, dtype=args.dtype, device=args.device, speculative_config=_speculation(args))
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -69,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         stop=args.stop,
     )
+    llm = LLM(args.model, dtype=args.dtype, device=args.device, speculative_config=_speculation(args))
     (_stream if args.stream else _print)(llm, prompt, params)
     return 0
 
@@ -87,12 +87,15 @@ def _standard_input() -> str:
 
 def _speculation(args: argparse.Namespace) -> dict[str, Any] | None:
     """The `speculative_config` of the options; None without speculative decoding."""
+    method = args.speculative_method
+    if method is None and args.draft is not None:
+        method = "draft_model"
     given = {
-        "method": args.speculative_method or ("draft_model" if args.draft else None),
+        "method": method,
         "model": args.draft,
         "num_speculative_tokens": args.num_speculative_tokens,
     }
-    if given["method"] is None and args.num_speculative_tokens is not None:
+    if method is None and args.num_speculative_tokens is not None:
         raise ConfigError(
             f"--num-speculative-tokens {args.num_speculative_tokens} needs --draft MODEL or --speculative-method METHOD"
         )

@@ -44,7 +44,7 @@ def add_what_to_grade(parser: argparse.ArgumentParser) -> None:
     alike_help = "list pairs of students whose functions are at least this alike, from 0 to 1 (default: 0.95)"
     parser.add_argument("--alike", type=float, default=0.95, metavar="SHARE", help=alike_help)
     modes = ("namespaces", "landlock", "limits")
-    isolation_help = "how submissions are closed in (default: the strongest of these that works here)"
+    isolation_help = "how submissions are isolated (default: the strongest of these that works here)"
     parser.add_argument("--isolation", choices=modes, default="", help=isolation_help)
 
 
@@ -123,7 +123,7 @@ def rules_of(args: argparse.Namespace) -> object:
 
 COMMAND = Command(
     "grade",
-    "Grade a folder of notebooks: each in its own closed process, without the answers; write reports.",
+    "Grade a folder of notebooks: each in its own sandboxed process, without the answers; write reports.",
     EXAMPLES,
     options,
     run,

@@ -39,7 +39,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find or copy the lessons, then run JupyterLab until it is stopped."""
-    folder = lessons_folder(args.dir)
+    if args.no_open:
+        for name, given in (("--jupyter", args.jupyter), ("--complete", args.complete)):
+            if given:
+                raise ConfigError(f"{name} is for JupyterLab, which --no-open does not start; leave one of them out")
+    folder = lessons_folder(args.dir, lesson=args.lesson)
     notebook = find_lesson(folder, args.lesson)
     if args.solutions:
         print(f"The solved lessons are in {solutions_folder(folder)}", flush=True)
@@ -69,10 +73,11 @@ def completion_options() -> list[str]:
     return [f"--ServerApp.jpserver_extensions={EXTENSION}=True", f"--LabApp.extra_labextensions_path={FRONT_END}"]
 
 
-def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:
+def lessons_folder(copies: Path | None, package: Path = PACKAGE, lesson: str = "") -> Path:
     """The folder of lessons to open: copies in `copies`, or if that is None, a clone's own or copies in `COPIES`.
 
-    Raises `UnsupportedError` if there are no lessons to copy, `ConfigError` if they cannot be copied there.
+    Raises `UnsupportedError` if there are no lessons to copy, `ConfigError` if they cannot be copied there, or if none
+    of them, nor of the notebooks that are there, is `lesson` (see `find_lesson`); then nothing is copied.
     """
     clone = package.parent / "lessons"
     in_clone = clone.is_dir() and (package.parent / "pyproject.toml").exists()
@@ -83,6 +88,8 @@ def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:
         raise UnsupportedError(f"{source} does not exist: this copy of minillm carries no lessons; install it again")
     target = copies or COPIES
     try:
+        if not _matching(target, lesson):
+            find_lesson(source, lesson)
         copied, kept = copy_new(source, target)
     except OSError as problem:
         reason = problem.strerror or problem
@@ -147,13 +154,16 @@ def find_lesson(folder: Path, name: str) -> Path:
     """The notebook of `folder` with the number `name`, or the first whose file name starts with `name`.
 
     Raises `ConfigError` if there is none."""
-    notebooks = sorted(folder.glob("*.ipynb"))
-    start = f"{name.zfill(2)}_" if name.isdecimal() else name
-    for notebook in notebooks:
-        if notebook.name.startswith(start):
-            return notebook
-    there = ", ".join(notebook.stem for notebook in notebooks) or "none"
+    if found := _matching(folder, name):
+        return found[0]
+    there = ", ".join(notebook.stem for notebook in _matching(folder, "")) or "none"
     raise ConfigError(f"no lesson {name[:60]!r} in {folder}; there is: {there}")
+
+
+def _matching(folder: Path, name: str) -> list[Path]:
+    """The notebooks of `folder` with the number `name`, or whose file names start with `name`."""
+    start = f"{name.zfill(2)}_" if name.isdecimal() else name
+    return sorted(file for file in folder.glob("*.ipynb") if file.name.startswith(start))
 
 
 COMMAND = Command(

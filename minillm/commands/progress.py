@@ -60,7 +60,7 @@ def notebooks(folder: Path | None) -> list[Path]:
 
 COMMAND = Command(
     "progress",
-    "Show which exercises of your lessons are done (Linux or WSL: each function runs in a closed process).",
+    "Show which exercises of your lessons are done (Linux or WSL: each function runs in a sandboxed process).",
     EXAMPLES,
     options,
     run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import select
 import sys
 import unicodedata
 from contextlib import suppress
@@ -42,6 +43,19 @@ def close_quietly(stream: TextIO) -> None:
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def reader_has_left(stream: TextIO) -> bool:
+    """Whether the stream is a pipe that nobody reads any more. Another flush need not fail: the write that failed may
+    have left nothing to write. On Windows, which has no `poll`, always True."""
+    if not hasattr(select, "poll"):
+        return True
+    watched = select.poll()
+    try:
+        watched.register(stream, 0)  # errors are reported without being asked for
+    except (OSError, ValueError):
+        return False  # a stream of Python's own
+    return bool(watched.poll(0))
 
 
 def _with_stand_ins(problem: UnicodeError) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""`minillm train`: train the bundled models from scratch."""
+"""`minillm train`: train models like the bundled ones from scratch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minillm.commands.command import Command
 EXAMPLES = """\
   minillm train                     all stages; an interrupted run continues where it stopped
   minillm train --stages corpus target --target-minutes 5
-  minillm train --stages distill export --export-to my-models
+  minillm train --stages distill export --export-to my-models        default: runs/models
   minillm train --stages heads --target my-models/minicoder --export-to my-models
   minillm train --stages corpus spire --target minicoder --export-to my-drafters
   minillm train --ablations spire long --target minicoder      after the stage corpus
@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "train",
-    "Train the bundled models on the Python source found on this machine: collect, pretrain, distil, export, and "
-    "drafters for the target.",
+    "Train models like the bundled ones on the Python source found on this machine: collect, pretrain, distil, export, "
+    "and drafters for the target. The bundled models stay as they are, unless --export-to names their folder.",
     EXAMPLES,
     options,
     run,

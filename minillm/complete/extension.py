@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def _load_jupyter_server_extension(server_app: ServerApp) -> None:
     """Register the handlers. Nothing is loaded before the first request."""
     base, completer = server_app.web_app.settings["base_url"], LazyCompleter()
+    atexit.register(completer.shutdown)  # Jupyter tells only an `ExtensionApp` that it stops
     options = {"completer": completer}
     server_app.web_app.add_handlers(
         ".*$",

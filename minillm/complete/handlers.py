@@ -55,6 +55,11 @@ class LazyCompleter:
 
         return Completer()
 
+    def shutdown(self) -> None:
+        """End the engine, if there is one, after the running step."""
+        if self.is_there:
+            self.completer.shutdown()
+
 
 class _Handler(APIHandler):
     """Knows the completer."""

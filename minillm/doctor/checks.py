@@ -215,7 +215,7 @@ def models() -> Row:
     absent = [name for name in names if not (bundled.WEIGHTS / name / "model.safetensors").exists()]
     if absent:
         meaning = "Lessons have no model to run, unless MINILLM_MODEL names another one."
-        fix = "install minillm-lessons again, or run: minillm train"
+        fix = "install minillm-lessons again"
         return Row("bundled models", "missing", f"no {' and no '.join(absent)}", meaning, fix)
     num_bytes = sum(file.stat().st_size for name in names for file in (bundled.WEIGHTS / name).iterdir())
     return Row("bundled models", "ok", f"{', '.join(names)} ({num_bytes / 1e6:.0f} MB)", "No download is ever needed.")

@@ -7,6 +7,7 @@ The checks import packages only when they run, so importing this file is fast, a
 from __future__ import annotations
 
 from minillm.doctor.checks import machine, run_checks
+from minillm.doctor.import_probe import forget
 from minillm.doctor.report import Report
 from minillm.errors import UnsupportedError
 
@@ -19,11 +20,12 @@ def doctor(measure: bool = False, full: bool = False) -> Report:
 
     Raises `UnsupportedError` for `measure` without PyTorch.
     """
+    forget()  # a fix may have been made since the last call
     rows = tuple(run_checks())
     if not measure:
         return Report(rows, machine=machine(), full=full)
     try:
-        from minillm.doctor.machine_limits import measure as measure_ceilings
+        from minillm.doctor.machine_limits import measure as measure_limits
     except ImportError as problem:
         raise UnsupportedError(f"measuring needs PyTorch ({problem}); without measuring, the doctor works") from None
-    return Report(rows, tuple(measure_ceilings()), machine())
+    return Report(rows, tuple(measure_limits()), machine())

@@ -61,11 +61,17 @@ def answer(question: str) -> tuple[str, Any]:
 
 
 def ask(*questions: str) -> dict[str, Answer]:
-    """Run `answer` for all questions in one new process with this one's `sys.path`. The answers are cached.
+    """Run `answer` for all questions in one new process with this one's `sys.path`. The answers are cached until
+    `forget` is called.
 
     If an import ends the process or takes too long, another process answers the questions behind it.
     """
     return _ask(questions, tuple(sys.path))
+
+
+def forget() -> None:
+    """Drop the cached answers: packages may have been installed or removed."""
+    _ask.cache_clear()
 
 
 @lru_cache(maxsize=8)

@@ -88,8 +88,8 @@ class Report:
         return f"{counts['ok']} ok, {counts['limited']} limited, {counts['missing']} missing."
 
     def to_json(self) -> str:
-        """The report as JSON: `rows`, and `ceilings`, which is empty if they were not measured."""
-        value = {"rows": [asdict(row) for row in self.rows], "ceilings": [asdict(c) for c in self.limits]}
+        """The report as JSON: `rows`, and `limits`, which is empty if they were not measured."""
+        value = {"rows": [asdict(row) for row in self.rows], "limits": [asdict(c) for c in self.limits]}
         return json.dumps(value, indent=2, ensure_ascii=False)
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ from minillm.cache.layouts import find_layout
 from minillm.config import DTYPES, CacheConfig, EngineArgs
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import ConfigError, TokenizerMismatchError, UnsupportedError
+from minillm.errors import ConfigError, EngineDeadError, TokenizerMismatchError, UnsupportedError
 from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
@@ -121,7 +121,8 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
             drafter = _build_drafter(speculative, context)
         num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, target.device)
         if ranks is not None:
-            num_blocks = ranks.connect(num_blocks)
+            with _memory_for(num_blocks, num_blocks * plans.bytes_per_block):
+                num_blocks = ranks.connect(num_blocks)
         plans.allocate(num_blocks)
         _check_reading(drafter, target.cache, cache)
         for runner in plans.all_runners:
@@ -233,21 +234,11 @@ class RunnerPlans:
         """Allocate the caches, then the views of them. Raises `ConfigError` if the system does not give the memory."""
         place = self.placement
         needed = num_blocks * self.bytes_per_block
-        no_memory = ConfigError(
-            f"{num_blocks} cache blocks need {needed / 2**20:,.0f} MiB, which the system does not give this process; "
-            "lower num_kv_blocks or max_model_len, or raise the limit (ulimit -v)"
-        )
-        if needed >= 2**63:  # more than PyTorch can count
-            raise no_memory
         for runner, (layout, options) in zip(self.runners, self._layouts, strict=True):
-            try:
+            with _memory_for(num_blocks, needed):
                 runner.cache = layout(
                     runner.model.config, num_blocks, self.block_size, place.dtype, place.device, **options
                 )
-            except (RuntimeError, MemoryError) as problem:  # a limit of this process is not in the free memory
-                if isinstance(problem, MemoryError) or re.search("allocate memory|out of memory", str(problem)):
-                    raise no_memory from None
-                raise
             if runner.cache.stored_rows() is None:  # no executor reads this cache, so PyTorch runs the model
                 cast_model(runner.model, place.dtype)
             runner.cache.prepare(runner.model, self.texts)
@@ -265,6 +256,26 @@ class RunnerPlans:
                 reason = next(filter(None, reasons), None)
             if reason is not None and self.placement.device.type == "cuda":
                 warn_of_fallback(reason)
+
+
+@contextmanager
+def _memory_for(num_blocks: int, needed: int) -> Iterator[None]:
+    """Allocate caches of `needed` bytes in this process, or as many in each rank of a tensor-parallel engine. Raises
+    `ConfigError` if the system does not give them: a limit of a process is not in the free memory."""
+    no_memory = ConfigError(
+        f"{num_blocks} cache blocks need {needed / 2**20:,.0f} MiB, which the system does not give this process; "
+        "lower num_kv_blocks or max_model_len, or raise the limit (ulimit -v)"
+    )
+    if needed >= 2**63:  # more than PyTorch can count
+        raise no_memory
+    try:
+        yield
+    except MemoryError:
+        raise no_memory from None
+    except (RuntimeError, EngineDeadError) as problem:  # the second has the words of the rank's own error
+        if re.search("allocate memory|out of memory|MemoryError", str(problem)):
+            raise no_memory from None
+        raise
 
 
 def warn_of_fallback(reason: str) -> None:

@@ -72,7 +72,7 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
         config = model.config
         tokenizer = _tokenizer(folder, config)
         with closing(gguf.GGUFWriter(part, architecture)) as writer:
-            _write_shape(writer, gguf, config, folder.name, kind)
+            _write_shape(writer, gguf, config, Path(name).absolute().name, kind)  # a hub id's folder is a hash
             _write_tokenizer(writer, tokenizer, config)
             _write_tensors(writer, gguf, partial(gguf_tensors, gguf, model, architecture), kind, progress)
         part.replace(file)

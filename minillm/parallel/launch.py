@@ -148,7 +148,7 @@ class LeadingRank:
     def connect(self, num_blocks: int) -> int:
         """See `Ranks.connect`. Ranks of one machine find each other through a store of rank 0.
 
-        Raises `EngineDeadError` if a worker cannot allocate its cache."""
+        Raises `EngineDeadError` with a worker's own error if it cannot allocate its cache."""
         self.workers.send(Allocate(num_blocks))
         self.workers.wait_until_ready()
         store = dist.TCPStore("127.0.0.1", 0, self.group.size, is_master=True, wait_for_workers=False)

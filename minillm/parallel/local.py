@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, BrokenBarrierError
@@ -26,15 +27,23 @@ class ThreadGroup(Group):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Group.all_reduce`."""
+        began = time.perf_counter()
+        x.copy_(torch.stack(self._exchange(x)).sum(0))
+        self._count(x, began)
         self.traffic.num_all_reduces += 1
-        self.traffic.num_bytes += x.nbytes
-        return x.copy_(torch.stack(self._exchange(x)).sum(0))
+        return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Group.all_gather`."""
+        began = time.perf_counter()
+        parts = self._exchange(x)
+        self._count(x, began)
         self.traffic.num_all_gathers += 1
-        self.traffic.num_bytes += x.nbytes
-        return torch.cat(self._exchange(x), dim=1)
+        return torch.cat(parts, dim=1)
+
+    def lowest(self, value: int) -> int:
+        """See `Group.lowest`."""
+        return int(min(self._exchange(torch.tensor(value))))
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """The tensors of all ranks."""

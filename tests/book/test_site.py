@@ -98,6 +98,23 @@ def test_a_book_is_replaced_and_other_folders_are_not(
     assert not (old / "index.html").exists()
 
 
+def test_pages_are_kept_only_in_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "write_pages", lambda root, pages, *_: (pages / "page.md").write_text("new"))
+    monkeypatch.setattr(site, "_sphinx", lambda pages, html, *_: html.mkdir() or [])
+    clone, pages = tmp_path / "clone", tmp_path / "pages"
+    clone.mkdir()
+    (clone / "page.md").write_text("my answers")
+    with pytest.raises(LessonError, match="clone is not empty and is not a book; name another folder with --sources"):
+        build_book(ROOT, tmp_path / "site", sources=clone)
+    with pytest.raises(LessonError, match=r"page\.md is a file; --sources needs the name of a folder"):
+        build_book(ROOT, tmp_path / "site", sources=clone / "page.md")
+    assert (clone / "page.md").read_text() == "my answers"
+    assert not (tmp_path / "site").exists()
+    for _ in range(2):
+        build_book(ROOT, tmp_path / "site", sources=pages)
+    assert (pages / "page.md").read_text() == "new"
+
+
 @pytest.mark.parametrize("step", ["rmtree", "copytree"])
 def test_a_book_that_could_not_be_written_to_the_end_is_replaced(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from minillm import LLM
 from minillm.cache.snapkv import SnapKVCache, observed_mass, pooled
@@ -65,6 +66,18 @@ def test_pooling_takes_the_largest_of_the_neighbours() -> None:
     mass = torch.tensor([[1.0, 5.0, 2.0, 0.0, 0.0, 3.0]])
     assert pooled(mass, 3).tolist() == [[5.0, 5.0, 5.0, 2.0, 3.0, 3.0]]
     assert pooled(mass, 1).tolist() == mass.tolist()
+
+
+def test_a_kernel_wider_than_the_prompt_costs_no_more_than_one_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, kernels, mass = F.max_pool1d, [], torch.arange(60.0).view(2, 30)
+    monkeypatch.setattr(
+        F, "max_pool1d", lambda x, kernel, **options: kernels.append(kernel) or pool(x, kernel, **options)
+    )
+    assert pooled(mass, 2**31 - 1).tolist() == mass.amax(1, keepdim=True).expand(-1, 30).tolist()
+    assert pooled(mass, 59).tolist() == mass.amax(1, keepdim=True).expand(-1, 30).tolist()
+    assert pooled(mass, 57)[0, 0] == 28  # the first token does not see the last
+    assert kernels == [59, 59, 57]
+    assert pooled(mass[:, :1], 2**31 - 1).tolist() == mass[:, :1].tolist()
 
 
 def test_a_token_that_the_question_asks_for_is_kept_and_only_the_budget_is_stored() -> None:

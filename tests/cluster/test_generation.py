@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.cluster.generation import GenerationSettings, generate_file, read_items, shards
-from minillm.cluster.worker_pool import ThisProcess, Worker
+from minillm.cluster.worker_pool import Worker
 from minillm.errors import ConfigError, NonFiniteLogitsError, PromptError, UnknownOptionError
+from tests.cluster.this_process import ThisProcess
 from tests.conftest import TinyPair
 
 PROMPTS = [f"def f{number}(a, b):\n    return" for number in range(11)]
@@ -128,6 +129,19 @@ def test_results_of_another_checkpoint_of_this_name_are_not_kept(file: Path, tmp
     assert len({job["weights"] for job in (before, changed, settings.job(b"", 4))}) == 3
 
 
+def test_results_of_another_draft_model_are_not_kept(tmp_path: Path, tiny: TinyPair) -> None:
+    copy = tmp_path / "draft"
+    shutil.copytree(tiny.draft, copy)
+    draft, ngram = {"method": "draft_model", "model": str(copy)}, {"method": "ngram", "fallback_below": 1}
+    choices = [{"speculative_config": given} for given in (draft, {**ngram, "fallback": draft})]
+    settings = [GenerationSettings(str(tiny.target), {**ENGINE, **given}) for given in (*choices, {})]
+    before = [own.job(b"", 4) for own in settings]
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 2
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    assert [own.job(b"", 4) == old for own, old in zip(settings, before, strict=True)] == [False, False, True]
+
+
 def test_a_prompt_that_cannot_run_does_not_stop_the_others(tmp_path: Path, settings: GenerationSettings) -> None:
     file = tmp_path / "prompts.jsonl"
     bad = [
@@ -197,6 +211,9 @@ def test_bad_options_are_refused_before_anything_runs(tmp_path: Path) -> None:
         GenerationSettings("minicoder", {"no_such_option": 1})
     with pytest.raises(ConfigError, match="n=2"):
         GenerationSettings("minicoder", {}, {"n": 2, "temperature": 1.0})
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(ConfigError, match=f"^{name}=0: batch generation writes no log probabilities"):
+            GenerationSettings("minicoder", {}, {name: 0})
 
 
 def test_shards_cover_every_item_once() -> None:

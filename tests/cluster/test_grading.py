@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from minillm.cluster.grading import SLOTS, free_slot, graders_of
-from minillm.cluster.worker_pool import ThisProcess
 from minillm.teaching.grading import batch
 from minillm.teaching.grading.grades import Status
 from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.guard import GIB, Limits
+from tests.cluster.this_process import ThisProcess
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="submissions are graded on Linux only")
 RIGHT = "def bytes_per_token(layers, kv_heads, head_dim, bytes_per_value):\n    return 2\n"
@@ -46,7 +46,7 @@ def test_the_grades_are_those_of_one_machine_and_are_kept(submissions: Path, tmp
 
     again = batch.grade_all(files, tmp_path / "there", RULES, graders=graders_of(Nobody()))
     assert again == there
-    with pytest.raises(AssertionError):  # closed in otherwise, they are graded again
+    with pytest.raises(AssertionError):  # isolated otherwise, they are graded again
         batch.grade_all(files, tmp_path / "there", RULES, mode="limits", graders=graders_of(Nobody()))
 
 
@@ -65,6 +65,17 @@ def test_a_slot_that_another_user_has_is_passed_over(tmp_path: Path, monkeypatch
     slot, lock = free_slot()
     lock.close()
     assert slot == SLOTS[1]
+
+
+def test_a_link_in_the_place_of_a_slot_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "grades").write_text("mine")
+    for slot, kind in zip(SLOTS, ("symlink_to", "hardlink_to"), strict=False):
+        getattr(tmp_path / f"minillm-grade-slot-{slot}.lock", kind)(tmp_path / "grades")
+    slot, lock = free_slot()
+    lock.close()
+    assert slot == SLOTS[1]  # the first is passed over
+    assert (tmp_path / "grades").read_text() == "mine"
 
 
 def test_workers_of_one_machine_have_slots_of_their_own() -> None:

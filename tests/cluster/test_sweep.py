@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from minillm.cluster.sweep import Point, SweepSettings, sweep, table
-from minillm.cluster.worker_pool import ThisProcess
 from minillm.errors import ConfigError
 from tests.cluster.test_generation import Stops
+from tests.cluster.this_process import ThisProcess
 from tests.conftest import TinyPair
 
 

@@ -20,11 +20,11 @@ import pytest
 from minillm import cli
 from minillm.bench.processes import free_port
 from minillm.cluster import session
-from minillm.cluster.worker_pool import ThisProcess
 from minillm.commands import cluster
 from minillm.commands.parser import parser
 from minillm.errors import ConfigError
 from tests.cluster import ray_stand_in
+from tests.cluster.this_process import ThisProcess
 from tests.conftest import TinyPair
 
 JOBS = ("serve", "generate", "sweep", "grade", "failover")
@@ -256,14 +256,14 @@ def test_what_was_given_reaches_the_sweep(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("installed")
 def test_a_result_that_cannot_be_printed_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def closed(*_: object) -> None:
-        raise BrokenPipeError
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("minillm.cluster.failover.run", lambda settings: {"name": "failover"})
     monkeypatch.setattr("minillm.cluster.failover.table", str)
-    monkeypatch.setattr("rich.console.Console.print", closed)
+    monkeypatch.setattr("rich.console.Console.print", full)
     file = tmp_path / "out.json"
-    assert cli.main(["cluster", "failover", "--json", str(file)]) == 0
+    assert cli.main(["cluster", "failover", "--json", str(file)]) == 2
     assert '"failover"' in file.read_text()
 
 

@@ -13,7 +13,7 @@ from minillm.cli import main
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="functions are run in closed processes of Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="functions are run in sandboxed processes of Linux")
 def test_it_counts_what_passes_and_names_the_next_exercise(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     shutil.copy(ROOT / "solutions" / "03_roofline.ipynb", tmp_path / "03_roofline.ipynb")

@@ -18,7 +18,7 @@ import pytest
 from minillm import cli
 from minillm.commands import lab
 from minillm.commands.parser import COMMANDS
-from minillm.commands.streams import REPLACEMENTS, check_streams
+from minillm.commands.streams import REPLACEMENTS, check_streams, close_quietly, reader_has_left
 from tests.conftest import TinyPair
 
 FULL = Path("/dev/full")
@@ -191,6 +191,20 @@ def test_a_reader_may_leave_at_any_byte() -> None:
         process.stdout.read(wanted)
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="pipes of Windows cannot be asked")
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_reader_that_has_left_is_noticed_after_the_failed_write_too(size: int) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        assert not reader_has_left(stream)
+        os.close(reading)
+        with pytest.raises(BrokenPipeError):
+            print("x" * size, file=stream, flush=True)
+        assert reader_has_left(stream)
+        close_quietly(stream)
+    assert not reader_has_left(io.StringIO())
 
 
 @pytest.mark.parametrize("where", ["minillm.commands.parser.parser", "minillm.commands.streams.check_streams"])

@@ -198,8 +198,8 @@ def test_what_is_shown_of_a_completion(text: str, reason: str, shown: str) -> No
 
 
 def test_inside_a_line_a_suggestion_ends_with_the_line() -> None:
-    assert suggestion_params(")\nprint()", 9).stop == ["\n"]
-    assert suggestion_params("\nprint()", 9).stop == ["\n\n"]
+    assert suggestion_params(")\nprint()", 9).stop == ("\n",)
+    assert suggestion_params("\nprint()", 9).stop == ("\n\n",)
     assert suggestion_params("", 9).max_tokens == 9
 
 

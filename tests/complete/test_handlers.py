@@ -202,6 +202,22 @@ def test_a_missing_model_is_named(tiny, tmp_path, monkeypatch, kind) -> None:
     served(tiny, tmp_path, monkeypatch, job, load)
 
 
+def test_the_engine_ends_with_jupyter(tiny, tmp_path, monkeypatch) -> None:
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setattr("minillm.complete.extension.atexit.register", ends.append)
+
+    async def job(jupyter: Jupyter) -> None:
+        [end] = ends
+        end()
+        assert jupyter.completer.engine is None, "nothing is loaded at the end"
+        await jupyter.ask("", {"prefix": CODE, "max_tokens": 1})
+        assert not jupyter.completer.engine.errored
+        end()
+        assert jupyter.completer.engine.errored
+
+    served(tiny, tmp_path, monkeypatch, job)
+
+
 def test_an_engine_that_fails_is_told_and_goes_on(tiny, tmp_path, monkeypatch) -> None:
     async def job(jupyter: Jupyter) -> None:
         await jupyter.ask("", {"prefix": CODE, "max_tokens": 1})

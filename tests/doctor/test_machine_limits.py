@@ -83,7 +83,7 @@ def test_bandwidth_is_that_of_a_copy_or_of_a_sum_whichever_moves_more(monkeypatc
         assert found.median == max(8192 / seconds[0], 2 * 8192 / seconds[1])
 
 
-def test_both_ceilings_of_a_cpu_are_measured(monkeypatch):
+def test_both_limits_of_a_cpu_are_measured(monkeypatch):
     monkeypatch.setattr(machine_limits, "CPU_COPY_BYTES", 2**20)
     monkeypatch.setattr(machine_limits, "CPU_MATMUL_SIZE", 64)
     monkeypatch.setattr(machine_limits, "gpu", lambda: None)

@@ -17,6 +17,7 @@ import torch
 import minillm
 from minillm.doctor import checks
 from minillm.doctor.doctor import doctor
+from minillm.doctor.import_probe import forget
 from minillm.doctor.report import Report, Row
 from minillm.hardware import Cpu, Gpu, Memory
 from minillm.ops import dispatch
@@ -233,6 +234,7 @@ def test_report_shows_as_text_html_and_json():
     table = ElementTree.fromstring(report._repr_html_().replace("<br>", "<br/>"))
     assert "<none>" in "".join(table.itertext())
     assert json.loads(report.to_json())["rows"][0]["fix"] == "pip install 'a & b'"
+    assert json.loads(report.to_json())["limits"] == []
 
 
 WELL = Row("PyTorch", "ok", "2.9", "It runs.")
@@ -281,6 +283,22 @@ def test_doctor_is_brief_unless_asked():
     assert report.line in repr(report)
     assert len(repr(report).splitlines()) < len(report.text.splitlines())
     assert repr(doctor(full=True)).endswith("missing.")
+
+
+def test_a_fix_made_after_the_doctor_was_called_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def compiled_step() -> str:
+        return next(row.found for row in doctor().rows if row.name == "compiled step")
+
+    broken = tmp_path / "numba.py"
+    broken.write_text("raise ImportError('half installed')")
+    try:
+        assert compiled_step() == "numba is broken: half installed"
+        broken.unlink()
+        assert compiled_step().startswith(f"numba {metadata.version('numba')}")
+    finally:
+        forget()
 
 
 @pytest.mark.parametrize(

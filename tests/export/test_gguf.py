@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,18 @@ def test_every_tensor_comes_back_in_its_own_order(tiny: TinyPair, tiny_file: Pat
             own = halves(own, model.config.num_kv_heads)
         assert torch.equal(own, tensor), name
     assert not found
+
+
+@pytest.mark.parametrize("name", ["owner/some-model", "some-model", "elsewhere/some-model/"])
+def test_the_name_is_the_models_and_not_that_of_the_hubs_folder(
+    name: str, tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshots" / "0a1b2c3d"
+    shutil.copytree(tiny.target, snapshot)
+    monkeypatch.setattr("minillm.export.gguf.resolve", lambda _: snapshot)
+    export_gguf(name, tmp_path / "model.gguf", "f32")
+    field = gguf.GGUFReader(tmp_path / "model.gguf").get_field("general.name")
+    assert field.contents() == "some-model"
 
 
 def test_interleaving_takes_the_rows_of_each_head_apart() -> None:

@@ -143,8 +143,23 @@ def test_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
 def test_worker_that_cannot_allocate_says_why(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     send = Workers.send
     monkeypatch.setattr(Workers, "send", lambda self, m: send(self, Allocate(10**15) if isinstance(m, Allocate) else m))
-    with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended: .*[Mm]emory"):
+    with pytest.raises(
+        ConfigError, match=r"\d cache blocks need .* MiB, which the system does not give .*; lower num_kv_bl"
+    ):
         LLM(str(tiny.target), tensor_parallel_size=2, device="cpu")
+
+
+def test_worker_that_fails_to_allocate_otherwise_says_why(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Workers.send
+    monkeypatch.setattr(Workers, "send", lambda self, m: send(self, Allocate(-1) if isinstance(m, Allocate) else m))
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended: RuntimeError: .*negative"):
+        LLM(str(tiny.target), tensor_parallel_size=2, device="cpu")
+
+
+@pytest.mark.parametrize("num_blocks", [10**11, 10**16])
+def test_more_blocks_than_memory_are_refused_as_by_one_process(tiny: TinyPair, num_blocks: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^{num_blocks} cache blocks need .* MiB, which .*; lower num_kv_blocks"):
+        LLM(str(tiny.target), tensor_parallel_size=2, device="cpu", num_kv_blocks=num_blocks)
 
 
 def test_workers_end_if_the_engine_is_not_built(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

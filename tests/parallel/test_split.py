@@ -89,6 +89,20 @@ def test_a_layer_needs_exactly_two_all_reduces(tmp_path: Path) -> None:
         assert counts == [(2 * CONFIG.num_layers + embedding, 1)] * len(STEPS)
 
 
+def test_ranks_that_are_threads_time_what_they_exchange() -> None:
+    def run(group):
+        x = torch.full((2, 3), float(group.rank))
+        group.all_reduce(x)
+        reduced = group.traffic.seconds
+        gathered = group.all_gather(x)
+        return reduced, group.traffic, gathered.shape, group.lowest(5 - group.rank)
+
+    for reduced, traffic, shape, lowest in on_ranks(2, run):
+        assert 0 < reduced < traffic.seconds
+        assert (traffic.num_all_reduces, traffic.num_all_gathers, traffic.num_bytes) == (1, 1, 2 * 24)
+        assert (shape, lowest) == ((2, 6), 4)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_hold_every_number_of_the_checkpoint(size: int) -> None:
     """Once; KV heads as often as there are ranks for each."""
