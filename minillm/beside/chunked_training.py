@@ -113,7 +113,7 @@ def _backward_of_chunk(
 
 
 def chunk_loss(model: Decoder, token_ids: Tensor, start: int, end: int, attention: ChunkAttention) -> Tensor:
-    """This chunk's part of the mean loss: inputs `start` to `end`, each with the token behind it, over all inputs."""
+    """This chunk's part of the mean loss: inputs `start` to `end`, each with the next token, over all inputs."""
     hidden = model(token_ids[start:end], torch.arange(start, end, device=token_ids.device), attention)
     lost = F.cross_entropy(model.logits(hidden), token_ids[start + 1 : end + 1], reduction="sum")
     return lost / (len(token_ids) - 1)

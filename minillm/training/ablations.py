@@ -114,7 +114,8 @@ def _measured(
     check_inputs(folder, {"target": target.fingerprint})
     recipe = replace(TRAINED[method].recipe(math.inf), tokens=tokens)
     module = variant.new_module(target.model).to(pair.device)
-    trainer = Trainer(module, Passes(target.corpus), recipe, folder, variant.loss(target.model))
+    loss, pause_file = variant.loss(target.model), pair.folder / "pause"
+    trainer = Trainer(module, Passes(target.corpus), recipe, folder, loss, pause_file=pause_file)
     run_to_the_end(name, trainer)
     text = Windows(target.corpus, "held_out").in_order(4, CODE_LENGTH)[: max(1, rows // 4)]
     as_shipped(module)

@@ -59,9 +59,9 @@ def training_facts(
     }
 
 
-def card(facts: Facts) -> str:
-    """The README.md of a model folder, in Hugging Face's format."""
-    parts = [_head(facts), _shape(facts), _training(facts), _quality(facts)]
+def card(facts: Facts, model: str | None = None) -> str:
+    """The README.md of a model folder, in Hugging Face's format. `model`: what loads it (default: its name)."""
+    parts = [_head(facts, model or facts["name"]), _shape(facts), _training(facts), _quality(facts)]
     parts += [_alone(facts["alone"])] if "alone" in facts else []
     parts += [_limits(facts), _corpus(facts["corpus"])]
     parts += [_texts(facts["alone"]["texts"])] if "alone" in facts else []
@@ -74,7 +74,7 @@ def _recipe(run: RunRecord, recipe: Recipe) -> Facts:
     return values | (run.recipes[0].recipe if run.recipes else {})
 
 
-def _head(facts: Facts) -> str:
+def _head(facts: Facts, model: str) -> str:
     draft = "distillation" in facts["runs"]
     role = (
         f"The draft model for [`{facts['pair']}`](../{facts['pair']}): it guesses what that model would say next."
@@ -98,7 +98,7 @@ source, it follows no instructions.
 ```python
 from minillm import LLM, SamplingParams
 
-print(LLM("{facts["name"]}").generate(["def "], SamplingParams(max_tokens=32, temperature=0))[0].outputs[0].text)
+print(LLM("{model}").generate(["def "], SamplingParams(max_tokens=32, temperature=0))[0].outputs[0].text)
 ```
 
 The folder is an ordinary Llama checkpoint, so `AutoModelForCausalLM.from_pretrained` reads it too."""
@@ -227,16 +227,21 @@ which makes it easier to guess than real code."""
 
 def _alone(alone: Facts) -> str:
     bands, gaps, repeated = alone["positions"], alone["gaps"], alone["repetition"]
-    rows = [(f"{b['first']:,} to {b['last']:,}", f"{b['loss']:.3f}", f"{b['tokens']:,}") for b in bands]
+    rows = [
+        (f"{b['first']:,} to {b['last']:,}", f"{b['loss']:.3f}", f"{b['short_loss']:.3f}", f"{b['tokens']:,}")
+        for b in bands
+    ]
+    window = f"{bands[0]['last'] - bands[0]['first']:,}"
     return f"""## Long contexts, gaps, repetition
 
-Loss by position, over the held-out files that reach the last position. All rows are of the same files, so a lower loss
-further on comes from the context:
+Loss by position, over the held-out files that reach the last position: read from their beginning, and read in windows
+of {window} tokens, so never with a longer context. Where the second falls, the text is easier: files begin with a
+licence and imports. What the first falls beyond that comes from the context:
 
-{table(("Positions", "Nats per token", "Tokens"), rows)}
+{table(("Positions", "Nats per token", f"In windows of {window}", "Tokens"), rows)}
 
 Fill in the middle, {gaps["gaps"]:,} gaps from inside a line to its end: the greedy completion is the rest of the line
-in {gaps["with_suffix"]:.1%} with the text behind the gap in the prompt, in {gaps["without_suffix"]:.1%} without it.
+in {gaps["with_suffix"]:.1%} with the suffix in the prompt, in {gaps["without_suffix"]:.1%} without it.
 
 Of greedy text, {repeated["tokens"]} tokens after held-out prompts, {repeated["greedy"]:.1%} of the 8-token spans repeat
 an earlier one. Of the files' own text in the same places, {repeated["code"]:.1%} do."""

@@ -38,7 +38,7 @@ ROWS_AT_ONCE = 128
 
 @contextmanager
 def exported(model: Decoder, tokenizer: Path) -> Iterator[Path]:
-    """`model` as a checkpoint in a folder that is gone behind the block, with the tokenizer of a `tokenizer.json`."""
+    """`model` as a checkpoint in a folder that is deleted after the block, with the tokenizer of a `tokenizer.json`."""
     with tempfile.TemporaryDirectory() as folder:
         export(model, tokenizer, Path(folder))
         yield Path(folder)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +22,7 @@ from minillm.errors import TrainingError
 from minillm.fill_in_the_middle import FIM_PREFIX
 from minillm.training.corpus import Document, documents, sources
 from minillm.training.fim_documents import PRETRAINING, GapShares, training_document
-from minillm.training.state_files import copy_whole, replacing, write_array, write_json
+from minillm.training.state_files import copy_whole, read_json, replacing, write_array, write_json
 from minillm.training.train_tokenizer import END_OF_TEXT, END_OF_TEXT_ID, train_tokenizer
 
 MAX_VOCABULARY = 2**16
@@ -52,7 +54,7 @@ def prepare(folder: Path, vocab_size: int) -> None:
         with replacing(tokenizer_file) as fresh:
             train_tokenizer((d.text for d in train), vocab_size).save(str(fresh))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    tokens = {"train": sum(part.size for part in _encoded(tokenizer, [d.text for d in train], "train"))}
+    tokens = {"train": _num_tokens(tokenizer, train)}
     ids = encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out")
     tokens["held_out"] = int(ids.size)
     write_array(folder / "held_out.npy", ids)
@@ -83,9 +85,13 @@ def retokenise(corpus: Path, tokenizer_file: Path, folder: Path) -> None:
     copy_whole(tokenizer_file, folder / "tokenizer.json")
     for split in ("train", "held_out"):
         copy_whole(corpus / f"{split}.jsonl.gz", folder / f"{split}.jsonl.gz")
-    held_out = read_documents(folder / "held_out.jsonl.gz")
-    write_array(folder / "held_out.npy", encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out"))
-    copy_whole(corpus / "corpus.json", folder / "corpus.json")
+    train, held_out = (read_documents(folder / f"{split}.jsonl.gz") for split in ("train", "held_out"))
+    ids = encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out")
+    write_array(folder / "held_out.npy", ids)
+    summary = read_json(corpus / "corpus.json")
+    summary["train"]["tokens"] = _num_tokens(tokenizer, train)
+    summary["held_out"]["tokens"] = int(ids.size)
+    write_json(folder / "corpus.json", summary)
 
 
 def write_documents(file: Path, docs: list[Document]) -> None:
@@ -104,6 +110,11 @@ def read_documents(file: Path) -> list[Document]:
 def encode_all(tokenizer: Tokenizer, texts: list[str], label: str) -> np.ndarray:
     """The token ids of all `texts`, concatenated, as one uint16 array."""
     return np.concatenate(list(_encoded(tokenizer, texts, label)))
+
+
+def _num_tokens(tokenizer: Tokenizer, train: list[Document]) -> int:
+    """The tokens of the training files, without gaps."""
+    return sum(part.size for part in _encoded(tokenizer, [d.text for d in train], "train"))
 
 
 def _encoded(tokenizer: Tokenizer, texts: list[str], label: str) -> Iterator[np.ndarray]:
@@ -188,6 +199,7 @@ class Passes:
         self._ahead[number] = subprocess.Popen(
             [sys.executable, "-c", code, str(self.folder), *shares, str(number)], stderr=subprocess.DEVNULL
         )
+        weakref.finalize(self, self._ahead[number].terminate)  # at the latest when this process ends
 
     def write_pass(self, number: int) -> None:
         """Encode the training files for pass `number` and store the tokens."""
@@ -209,7 +221,8 @@ class Passes:
 
 
 def write_pass(folder: str, share_of_files: str, share_of_lines: str, number: str) -> None:
-    """`Passes.write_pass` with the arguments of a command line."""
+    """`Passes.write_pass` with the arguments of a command line. SIGTERM leaves no part of a file."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     Passes(Path(folder), GapShares(float(share_of_files), float(share_of_lines))).write_pass(int(number))
 
 
@@ -230,12 +243,11 @@ class Windows:
         both = torch.from_numpy(block)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
-    def in_order(self, rows: int, length: int, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Consecutive, non-overlapping windows over the whole split (or its first `limit` tokens), for evaluation."""
-        usable = min(self.tokens.size - 1, limit or self.tokens.size)
+    def in_order(self, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Consecutive, non-overlapping windows over the whole split, for evaluation."""
         per_batch = rows * length
         batches = []
-        for start in range(0, usable - per_batch + 1, per_batch):
+        for start in range(0, self.tokens.size - per_batch, per_batch):
             block = torch.from_numpy(self.tokens[start : start + per_batch + 1].astype(np.int64))
             batches.append((block[:-1].view(rows, length), block[1:].view(rows, length)))
         return batches

@@ -10,8 +10,8 @@ from minillm.training.drafter_evaluation import Acceptance
 KINDS = {"code": "held-out code", "greedy": "the target's greedy text", "sampled": "the target's text at temperature 1"}
 
 
-def drafter_card(name: str, facts: dict[str, Any]) -> str:
-    """The README.md of a drafter's folder. `facts`: the content of its `training.json`."""
+def drafter_card(name: str, facts: dict[str, Any], load: str) -> str:
+    """The README.md of a drafter's folder. `facts`: the content of its `training.json`. `load`: code for the engine."""
     run, method, target = facts["run"], facts["method"], facts["target"]
     rows = [
         ("Parameters", f"{facts['parameters']:,}"),
@@ -34,7 +34,7 @@ something only to this target.
 ```python
 from minillm import LLM
 
-llm = LLM("{target}", speculative_config={{"method": "{method}"}})
+{load}
 ```
 
 {table(("", ""), rows)}

@@ -53,21 +53,32 @@ class DrafterTarget:
 def drafter_target(pair: Pair) -> DrafterTarget:
     """The model of `pair.drafters_for`, or the pair's own target with exported precision.
 
-    Raises `TrainingError` without a corpus or a finished target, `CheckpointError` if there is no such model.
+    Raises `TrainingError` without a corpus or a finished target, and what `target_folder` raises.
     """
-    pair.held_out()  # raises without a corpus
+    pair.check_corpus()
     if pair.drafters_for is None:
         checkpoint = finished_target(pair)
         continuations = pair.folder / "distill" / "continuations"
         _check_unrecorded_continuations(pair, continuations)
         return _drafter_target(pair, TARGET_NAME, checkpoint, pair.corpus, continuations, "")
-    folder = resolve(pair.drafters_for)
+    folder = target_folder(pair.drafters_for)
     name, fingerprint = folder.name, fingerprint_of_folder(folder)
     text, tokenizer = pair.folder / f"text-{name}", folder / "tokenizer.json"
     _check_unrecorded_tokenizer(text, tokenizer)
     check_inputs(text, {"target": fingerprint, "tokenizer": sha256(tokenizer.read_bytes()).hexdigest()})
     retokenise(pair.corpus, tokenizer, text)
     return _drafter_target(pair, name, folder, text, text / "continuations", f"-{name}")
+
+
+def target_folder(name: str) -> Path:
+    """The folder of a target that drafters can be trained for. Raises `CheckpointError` if there is no such model,
+    `TrainingError` if it has no tokenizer."""
+    folder = resolve(name)
+    if not (folder / "tokenizer.json").is_file():
+        raise TrainingError(
+            f"--target {name} needs a `tokenizer.json` in {folder}; export the model with its tokenizer"
+        )
+    return folder
 
 
 def _drafter_target(
@@ -154,9 +165,18 @@ def export_drafter(pair: Pair, method: str, target: DrafterTarget, trainer: Trai
     with replacing_files(to) as fresh:
         save_drafter(fresh, config, module)
         (fresh / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        (fresh / "README.md").write_text(drafter_card(name, facts), encoding="utf-8")
+        (fresh / "README.md").write_text(drafter_card(name, facts, _loading(pair, target, method)), encoding="utf-8")
         (fresh / "loss.svg").write_text(loss_svg(f"Training loss of {name}", [curve]), encoding="utf-8")
     tqdm.write(f"wrote {to}")
+
+
+def _loading(pair: Pair, target: DrafterTarget, method: str) -> str:
+    """The code that loads the target with its drafter."""
+    if pair.exports_bundled and pair.drafters_for in (None, target.name):
+        return f'llm = LLM("{target.name}", speculative_config={{"method": "{method}"}})'
+    model, drafter = pair.drafters_for or pair.load_name(target.name), pair.load_name(f"{target.name}-{method}")
+    return f'''drafter = {{"method": "{method}", "model": "{drafter}"}}
+llm = LLM("{model}", speculative_config=drafter)'''
 
 
 def _acceptance(

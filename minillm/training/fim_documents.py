@@ -1,9 +1,10 @@
 """Training documents for fill in the middle: some files are cut into pieces, each with a gap.
 
-Such a file is cut at line ends into pieces of 200 to 2,500 characters, so that both sides of a gap can be in one
-training row. Some of the gaps end at the end of their line or a few lines later, as in an editor; the others lie
-between two random characters. Half have the prefix first, half the suffix (Bavarian et al. 2022, section 3). The text
-is cut before it is tokenised, so the tokens at the cuts are the same as in a prompt.
+Such a file is cut into pieces, so that both sides of a gap can be in one training row: each piece ends at the first
+line end after 200 to 2,500 characters, the last one with the file. Some of the gaps end at the end of their line or a
+few lines later, as in an editor; the others lie between two random characters. Half have the prefix first, half the
+suffix (Bavarian et al. 2022, section 3). The text is cut before it is tokenised, so the tokens at the cuts are the same
+as in a prompt.
 
 Pretraining has both kinds of gaps in equal parts. Three of four of its rows are too short for most pieces, so the later
 stages, whose rows are longer, have more gaps, and those of an editor.
@@ -22,7 +23,7 @@ from minillm.training.train_tokenizer import END_OF_TEXT
 SUFFIX_FIRST_RATE = 0.5
 """Share of the gaps whose suffix comes first."""
 PIECE_CHARACTERS = (200, 2500)
-"""Minimum and maximum length of a piece; the distribution is log-uniform."""
+"""Fewest and most characters after which a piece ends at the next line end; the distribution is log-uniform."""
 
 
 @dataclass(frozen=True)

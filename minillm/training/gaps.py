@@ -10,6 +10,7 @@ import numpy as np
 from minillm.errors import TrainingError
 from minillm.llm import LLM
 from minillm.sampling.params import SamplingParams
+from minillm.training.slice_prompts import lines_of
 
 BEFORE, AFTER = 1500, 750
 """Maximum characters of the prefix and of the suffix."""
@@ -68,7 +69,7 @@ def fill(llm: LLM, gaps: Sequence[Gap]) -> Filled:
 def _lines(file: str) -> tuple[str, list[tuple[int, int]]]:
     """The file, and for each line that may have a gap the start and end of its text."""
     found, at = [], 0
-    for line in file.splitlines(keepends=True):
+    for line in lines_of(file):
         begin, end = at + len(line) - len(line.lstrip()), at + len(line.rstrip())
         at += len(line)
         if begin > 0 and end - begin >= 2 * SHORTEST and at < len(file):

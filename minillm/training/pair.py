@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from minillm.errors import TrainingError
+from minillm.models import bundled
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.data import Passes, Windows
 from minillm.training.fim_documents import PRETRAINING, GapShares
 from minillm.training.pretrain import Recipe, new_model
 from minillm.training.recipes import DECAY_LENGTHS, DRAFT, EXTRAPOLATION, TARGET, decay_recipe, unlikelihood_recipe
-from minillm.training.stage_inputs import BUDGET, FILE, read_inputs
-from minillm.training.state_files import STATE, read_state
+from minillm.training.stage_inputs import FILE, check_inputs, read_inputs
+from minillm.training.state_files import STATE, digest_of_file, digest_of_state, read_state
 from minillm.training.target_evaluation import Amount
 
-WEIGHTS = Path(__file__).resolve().parents[1] / "models" / "weights"
-"""The folder of the bundled models."""
-
+SHARES_FILE = "shares.json"
+"""In the folder of a run with a total of minutes: the type of device whose shares it has."""
 TARGET_NAME = "minicoder"
 TARGET_STAGES = ("target", "decay", "unlikelihood")
 """The stages that train the target. The finished target is extrapolated from the last two."""
@@ -52,21 +52,33 @@ class Pair:
     """The recipe of each trained drafter."""
     drafters_for: str | None = None
     """The target of trained drafters: a bundled name or a folder; None: this pair's."""
-    export_to: Path = WEIGHTS
+    shares_of: str | None = None
+    """The type of device whose shares of a total of minutes the budgets are; None: there is no total."""
+    export_to: Path = field(kw_only=True)
+    """The folder of the exported models."""
 
     @property
     def corpus(self) -> Path:
         """The folder with tokens, tokenizer and the list of sources."""
         return self.folder / "corpus"
 
+    @property
+    def exports_bundled(self) -> bool:
+        """Whether the exported models replace the bundled ones, which are loaded by name."""
+        return self.export_to.resolve() == bundled.WEIGHTS.resolve()
+
+    def load_name(self, name: str) -> str:
+        """What loads the exported model `name`: its name if it is bundled, else its path."""
+        return name if self.exports_bundled else (self.export_to / name).as_posix()
+
     def training_text(self, shares: GapShares = PRETRAINING) -> Passes:
-        """The training files, in passes, with gaps in `shares`. Raises `TrainingError` without a corpus."""
-        self._require_corpus()
+        """The training files, in passes, with gaps in `shares`. Raises what `check_corpus` raises."""
+        self.check_corpus()
         return Passes(self.corpus, shares)
 
     def held_out(self) -> Windows:
-        """The held-out files. Raises `TrainingError` without a corpus."""
-        self._require_corpus()
+        """The held-out files. Raises what `check_corpus` raises."""
+        self.check_corpus()
         return Windows(self.corpus, "held_out")
 
     def recipe(self, stage: str) -> Recipe:
@@ -80,10 +92,15 @@ class Pair:
     def input_tokens(self, stage: str) -> dict[str, int]:
         """For each input model of a stage, the tokens that it had seen when the stage started."""
         found = read_inputs(self.folder / stage)
-        tokens = {name: value for name, value in found.items() if name != BUDGET}
+        tokens = {name: value for name, value in found.items() if isinstance(value, int)}
         if not tokens:
             raise TrainingError(f"{self.folder / stage / FILE} is missing; run the stage `{stage}` first")
         return tokens
+
+    def as_input(self, stage: str) -> dict[str, int | str]:
+        """What a stage that starts from the model of `stage` records of it: its tokens, and a hash of its weights."""
+        state = read_state(self.state_file(stage), "cpu", mmap=True)
+        return {stage: int(state["tokens_seen"]), f"{stage}_weights": digest_of_state(state)}
 
     def state_file(self, stage: str) -> Path:
         """The state file of a stage. Raises `TrainingError` if there is none."""
@@ -98,8 +115,10 @@ class Pair:
 
     def trained_target(self) -> Decoder:
         """The finished target: the weights of its last stage, extrapolated from those before it (`EXTRAPOLATION`).
-        Raises `TrainingError` if one of the two stages is not finished."""
-        model, before = (self.trained(stage) for stage in reversed(TARGET_STAGES[-2:]))
+        Raises `TrainingError` if one of the two stages is not finished, or the last was not started from the other."""
+        first, last = TARGET_STAGES[-2:]
+        model, before = self.trained(last), self.trained(first)
+        check_inputs(self.folder / last, self.as_input(first))
         with torch.no_grad():
             for weight, earlier in zip(model.parameters(), before.parameters(), strict=True):
                 weight.copy_(torch.lerp(earlier, weight, EXTRAPOLATION))
@@ -126,9 +145,13 @@ class Pair:
         """Whether a stage has used up its budget. Raises `TrainingError` if it has no state."""
         return _has_used(read_state(self.state_file(stage), self.device, mmap=True), self.recipe(stage))
 
-    def _require_corpus(self) -> None:
+    def check_corpus(self) -> None:
+        """Record the corpus, the same for all stages of a run. Raises `TrainingError` if there is none, or another one
+        than the run was started with: its tokens would have another meaning."""
         if not (self.corpus / "corpus.json").exists():
             raise TrainingError(f"there is no corpus in {self.corpus}; run the stage `corpus` first")
+        found = {file: digest_of_file(self.corpus / file) for file in ("corpus.json", "tokenizer.json")}
+        check_inputs(self.folder, found, f"restore {self.corpus}, or train with the new one in another --folder")
 
 
 def _used(state: Mapping[str, Any]) -> tuple[float, int]:

@@ -82,9 +82,9 @@ class Trainer:
 
     All parameters of `model` are trained. What the loss needs beside it, such as a frozen target, belongs to the loss.
     `loss`: default next-token cross-entropy. `branch_of`: the state file of another run, from which this one starts
-    with the same weights and optimisers, at the beginning of its own data. While `pause_file` exists, the run waits
-    between two steps; the wait does not count as training time. `capture`: on a GPU, run steps as CUDA graphs, unless
-    the loss has an attribute `can_be_captured` that is False.
+    with the same weights and optimisers, at the beginning of its own data. While `pause_file` exists (default: `pause`
+    in the parent folder), the run waits between two steps; the wait does not count as training time. `capture`: on a
+    GPU, run steps as CUDA graphs, unless the loss has an attribute `can_be_captured` that is False.
     """
 
     def __init__(
@@ -96,9 +96,11 @@ class Trainer:
         loss: Loss | None = None,
         branch_of: Path | None = None,
         capture: bool = True,
+        pause_file: Path | None = None,
     ) -> None:
         self.model, self.batches, self.recipe, self.folder = model, batches, recipe, folder
         self.loss = loss or next_token_loss
+        self.pause_file = pause_file or folder.parent / "pause"
         self.device = next(model.parameters()).device
         chosen = optimizers(model, recipe.muon_lr, recipe.adam_lr, recipe.weight_decay)
         self.optimizers = [optimizer for optimizer, _ in chosen]
@@ -132,11 +134,6 @@ class Trainer:
     def state_file(self) -> Path:
         """The file that stores the run between sessions."""
         return self.folder / STATE
-
-    @property
-    def pause_file(self) -> Path:
-        """While this file exists, all runs with the same parent folder wait."""
-        return self.folder.parent / "pause"
 
     @property
     def num_graphs(self) -> int:

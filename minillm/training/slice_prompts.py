@@ -7,6 +7,9 @@ tests        a function, and its test begun         the test follows
 imports      the first half of a file's imports     the others follow
 new code     text whose continuation repeats least  nothing that was said before follows
 long files   the beginning of a long file           whatever follows
+
+`write_slice_prompts(Path("runs/corpus"), Path("minillm/bench/slice_prompts.jsonl"))` writes the bundled file anew, from
+the corpus of `minillm train --stages corpus`. No command does: other prompts would make earlier measurements useless.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ AHEAD = 240
 """Characters of a file that should repeat little of the `2 * BEFORE` characters before them."""
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of `text`, with their line ends, numbered as by `ast`: `str.splitlines` splits at form feeds, too."""
+    return re.split(r"(?<=\n)", text)
+
+
 @dataclass(frozen=True)
 class File:
     """A held-out source file."""
@@ -37,7 +45,7 @@ class File:
     @property
     def lines(self) -> list[str]:
         """Its lines, with their line ends."""
-        return self.text.splitlines(keepends=True)
+        return lines_of(self.text)
 
 
 def write_slice_prompts(corpus: Path, path: Path, each: int = 8, only: Sequence[str] | None = None) -> None:
@@ -99,8 +107,7 @@ def _edits(file: File) -> Iterator[str]:
         used = [name for name in names if len(re.findall(rf"\b{name}\b", source)) >= 3]
         if used and len(source) < 2 * BEFORE:
             edited = re.sub(rf"\b{used[0]}\b", f"new_{used[0]}", source)
-            first = source.splitlines(keepends=True)[: node.body[0].lineno - node.lineno]
-            yield source + "\n\n" + "".join(edited.splitlines(keepends=True)[: len(first)])
+            yield source + "\n\n" + "".join(lines_of(edited)[: node.body[0].lineno - node.lineno])
 
 
 def _tests(file: File) -> Iterator[str]:

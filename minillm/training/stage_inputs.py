@@ -25,15 +25,20 @@ def read_inputs(folder: Path) -> dict[str, Any]:
     return found
 
 
-def check_inputs(folder: Path, inputs: Mapping[str, int | str]) -> None:
-    """Record what a stage started from. Raises `TrainingError` if it was started from something else."""
+def check_inputs(folder: Path, inputs: Mapping[str, int | str], fix: str = "remove it to start again") -> None:
+    """Record what a stage started from. Raises `TrainingError`, which ends with `fix`, if it was started from something
+    else.
+
+    What an earlier version did not record is not compared: it is recorded as it is now.
+    """
     recorded = read_inputs(folder)
-    started = {key: value for key, value in recorded.items() if key != BUDGET}
-    if not started:
+    started = {key: recorded[key] for key in inputs if recorded.get(key, inputs[key]) != inputs[key]}
+    if started:
+        now = {key: inputs[key] for key in started}
+        raise TrainingError(f"{folder} was started with {started}, now there is {now}; {fix}")
+    if not recorded.keys() >= inputs.keys():
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / FILE, {**inputs, **recorded}, indent=None)
-    elif started != inputs:
-        raise TrainingError(f"{folder} was started with {started}, now there is {inputs}; remove it to start again")
 
 
 def check_budget(folder: Path, recipe: Recipe, is_new: bool) -> None:

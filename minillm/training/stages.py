@@ -25,13 +25,13 @@ from minillm.training.drafter_stages import train_drafters
 from minillm.training.evaluate import Agreement, Evaluation, evaluate
 from minillm.training.export import export
 from minillm.training.fim_documents import LATER
-from minillm.training.pair import TARGET_NAME, TARGET_STAGES, Pair
+from minillm.training.pair import SHARES_FILE, TARGET_NAME, TARGET_STAGES, Pair
 from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Loss, Trainer, next_token_loss
 from minillm.training.record import RunRecord
 from minillm.training.stage_inputs import check_inputs
 from minillm.training.stage_runs import as_shipped, finished_target, run_to_the_end
-from minillm.training.state_files import STATE, read_json, read_state, write_json
+from minillm.training.state_files import STATE, read_json, write_json
 from minillm.training.target_evaluation import evaluate_target
 from minillm.training.trained_drafters import TRAINED
 from minillm.training.unlikelihood import OwnText, UnlikelihoodLoss
@@ -65,13 +65,13 @@ def decay_target(pair: Pair) -> None:
     """Stage `decay`: a branch of the stable run in which the learning rate falls (`recipes.DECAY_TO`). The stable run
     may continue; a finished branch stays as it is then."""
     text, stable = pair.training_text(LATER), pair.state_file("target")
-    folder, now = pair.folder / "decay", _tokens_seen(pair, "target")
+    folder, now = pair.folder / "decay", pair.as_input("target")
     if (folder / STATE).exists() and pair.is_finished("decay"):
-        began = pair.input_tokens("decay")["target"]
-        later = f"; the stable run has {now:,} now: to branch again, remove {folder}" if now != began else ""
+        began, seen = pair.input_tokens("decay")["target"], now["target"]
+        later = f"; the stable run has {seen:,} now: to branch again, remove {folder}" if seen != began else ""
         tqdm.write(f"decay: done, from the stable run at {began:,} tokens{later}")
         return
-    check_inputs(folder, {"target": now})
+    check_inputs(folder, now)
     _run(pair, "decay", text, Compiled(next_token_loss), branch_of=stable)
 
 
@@ -80,7 +80,7 @@ def unlearn_repetition(pair: Pair) -> None:
     text = pair.training_text(LATER)
     model = pair.trained("decay")
     folder, lengths = pair.folder / "unlikelihood", pair.recipe("unlikelihood").lengths
-    check_inputs(folder, {"decay": _tokens_seen(pair, "decay")})
+    check_inputs(folder, pair.as_input("decay"))
     batches = OwnText(text, model, pair.corpus / "tokenizer.json", lengths, folder / "writings")
     _run(pair, "unlikelihood", batches, UnlikelihoodLoss(), model=model, branch_of=pair.state_file("decay"))
 
@@ -94,7 +94,7 @@ def distill(pair: Pair) -> None:
     """Stage `distill`: generate text with the target, then train the draft to predict it."""
     code, folder = pair.training_text(), pair.folder / "distill"
     target, draft = pair.trained_target(), pair.trained("draft")
-    check_inputs(folder, {stage: _tokens_seen(pair, stage) for stage in ("unlikelihood", "draft")})
+    check_inputs(folder, pair.as_input("unlikelihood") | pair.as_input("draft"))
     write_continuations(
         finished_target(pair),
         code,
@@ -111,6 +111,7 @@ def distill(pair: Pair) -> None:
 def export_pair(pair: Pair) -> None:
     """Stage `export`: evaluate the pair with exported precision, then write both folders with their model cards."""
     target, draft = as_shipped(pair.trained_target()), as_shipped(pair.trained("distill"))
+    pair.check_corpus()
     checkpoint = finished_target(pair)
     evaluations = _evaluate(pair, target, draft, checkpoint)
     alone = evaluate_target(target, checkpoint, pair.corpus, pair.alone)
@@ -144,7 +145,7 @@ def export_pair(pair: Pair) -> None:
             for stage, (run, recipe) in history.items()
         ]
         files = {
-            "README.md": card(facts),
+            "README.md": card(facts, pair.load_name(name)),
             "training.json": json.dumps(facts, indent=1) + "\n",
             "loss.svg": loss_svg(f"Training loss of {name}", curves),
         }
@@ -181,19 +182,15 @@ def _run(
 ) -> None:
     """Train `model` (default: a new one) by the recipe of `stage`, unless that is finished."""
     folder = pair.folder / stage
+    if pair.shares_of is not None:
+        write_json(pair.folder / SHARES_FILE, pair.shares_of)
     run_to_the_end(stage, Trainer(model or pair.new_model(stage), batches, pair.recipe(stage), folder, loss, branch_of))
-
-
-def _tokens_seen(pair: Pair, stage: str) -> int:
-    """The tokens that the saved state of a stage has seen."""
-    return int(read_state(pair.state_file(stage), "cpu", mmap=True)["tokens_seen"])
 
 
 def _evaluate(pair: Pair, target: Decoder, draft: Decoder, checkpoint: Path) -> dict[str, Evaluation]:
     """Evaluate the target with the draft before and after distillation. The result is cached in `evaluation.json`."""
     file = pair.folder / "evaluation.json"
-    inputs = {"target": fingerprint_of_folder(checkpoint)}
-    inputs |= {stage: _tokens_seen(pair, stage) for stage in ("draft", "distill")}
+    inputs = {"target": fingerprint_of_folder(checkpoint), **pair.as_input("draft"), **pair.as_input("distill")}
     if file.exists():
         kept = read_json(file)
         if kept["inputs"] == inputs:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -18,9 +21,9 @@ from minillm.errors import TrainingError
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A path to write to. At the end of the block it takes the place of `file`; until then, and if the block fails, the
-    old file stays."""
-    fresh = file.with_name(f"{file.name}.new")
+    """A path to write to, another one for each writer. At the end of the block it takes the place of `file`; until
+    then, and if the block fails, the old file stays."""
+    fresh = file.with_name(f"{file.name}.{uuid4().hex}.new")
     try:
         yield fresh
         fresh.replace(file)
@@ -44,6 +47,40 @@ def replacing_files(folder: Path) -> Iterator[Path]:
         for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
             file.chmod(0o644)
             file.replace(folder / file.name)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder. The system takes it from a process that ends, also from one that is killed.
+
+    Raises `TrainingError`, which names the process, if another one holds it. Where there are no such locks (Windows,
+    some network drives), nothing is locked.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise TrainingError(
+                f"process {file.read()} trains in {folder}; wait for its end, or name another folder with --folder"
+            ) from None
+        except OSError:
+            yield
+            return
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        for part in folder.glob(f"{STATE}.*.new"):  # of a process that was killed while it saved
+            part.unlink()
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may have the file open still
 
 
 def write_json(file: Path, values: Any, indent: int | None = 1) -> None:
@@ -95,6 +132,22 @@ def read_state(file: Path, device: str | torch.device, mmap: bool = False) -> di
     return state
 
 
+def digest_of_file(file: Path) -> str:
+    """A hash of the content of a file."""
+    return sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def digest_of_state(state: dict[str, Any]) -> str:
+    """A hash of the weights of a state that `read_state` read."""
+    digest = sha256()
+    for name, weight in sorted(state["model"].items()):
+        digest.update(name.encode())
+        digest.update(weight.cpu().contiguous().numpy())
+    return digest.hexdigest()[:16]
+
+
+LOCK = "lock"
+"""The file in the folder of a run whose lock `only_writer` holds; it contains the id of the last process that did."""
 STATE = "state.pt"
 """The file of a state in the folder of its run."""
 STATE_KEYS = frozenset({"model", "optimizers", "step", "tokens_seen", "tokens_before", "seconds"})

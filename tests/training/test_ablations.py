@@ -12,6 +12,7 @@ from rich.console import Console
 from minillm.errors import TrainingError
 from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.models.loading import load_model
+from minillm.training import ablations
 from minillm.training.ablations import CODE, LATE, VARIANTS, run_ablations, table
 from minillm.training.export import export
 from minillm.training.pair import Pair
@@ -32,7 +33,8 @@ def pair(corpus: Path, tmp_path: Path) -> Pair:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "corpus").symlink_to(corpus)
     budget = Recipe(tokens=1)
-    return Pair(budget, budget, budget, folder=tmp_path / "runs", drafters_for=str(target))
+    export_to = tmp_path / "models"
+    return Pair(budget, budget, budget, folder=tmp_path / "runs", drafters_for=str(target), export_to=export_to)
 
 
 @pytest.mark.parametrize("method", ["spire", "long", "prompt_tokens"])
@@ -60,6 +62,13 @@ def test_a_variant_that_is_finished_is_only_measured(pair: Pair, monkeypatch: py
     before = log.read_bytes()
     again = run_ablations(pair, "long", tokens=TOKENS, rows=4)
     assert log.read_bytes() == before and repr(again) == repr(first)
+
+
+def test_a_pause_of_the_run_is_one_of_its_ablations(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    monkeypatch.setattr(ablations, "run_to_the_end", lambda name, trainer: files.append(trainer.pause_file))
+    run_ablations(pair, "long", tokens=TOKENS, rows=4)
+    assert set(files) == {pair.folder / "pause"}
 
 
 def test_each_variant_lacks_what_its_name_says(pair: Pair) -> None:

@@ -99,7 +99,7 @@ def test_target_card_does_not_speak_of_distillation_as_its_own(facts):
 
 
 ALONE = TargetEvaluation(
-    [Band(0, 500, 2.75, 4_500), Band(3000, 4000, 2.25, 9_000)],
+    [Band(0, 500, 2.75, 4_500, 2.75), Band(3000, 4000, 2.25, 9_000, 2.625)],
     Filled(321, 0.4125, 0.2875),
     Repetition(128, 0.345, 0.043),
     [Written("some/file.py", "def f(x):\n", "    return x\n", "    pass ```\n")],
@@ -130,6 +130,7 @@ def test_a_targets_card_states_what_was_measured_of_it_alone(target_facts):
         "3,000",
         "4,000",
         "2.250",
+        "2.625",
         "9,000",
         "321",
         "41.2%",

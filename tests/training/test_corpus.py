@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from email.message import Message
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from minillm.training import corpus as corpus_module
-from minillm.training.corpus import Document, Source, documents, sources
+from minillm.training.corpus import Document, Source, documents, is_permissive, sources
 from minillm.training.data import Passes, read_documents
 
 from .conftest import source_file
@@ -42,6 +42,13 @@ class Distribution:
         ("GPL-3.0-or-later", "License-Expression"),
         ("MIT OR GPL-2.0", "License-Expression"),
         ("MPL-2.0 AND MIT", "License-Expression"),
+        ("CC-BY-NC-4.0 AND MIT", "License-Expression"),
+        ("Apache-2.0 AND SSPL-1.0", "License-Expression"),
+        ("BUSL-1.1 AND MIT", "License-Expression"),
+        ("MIT AND (OSL-3.0 OR BSD-3-Clause)", "License-Expression"),
+        ("MIT AND CC-BY-SA-4.0", "License"),
+        ("MIT License; GNU General Public License v3", "License"),
+        ("License :: OSI Approved :: GNU Affero General Public License v3", "Classifier"),
         ("License :: OSI Approved :: GNU Lesser General Public License v3 (LGPLv3)", "Classifier"),
         ("License :: OSI Approved :: GNU General Public License (GPL)", "Classifier"),
         ("License :: Other/Proprietary License", "Classifier"),
@@ -52,6 +59,43 @@ def test_package_without_a_permissive_licence_is_refused(monkeypatch, licence, f
     found = [Distribution("bad", licence, field_name), Distribution("good", "MIT")]
     monkeypatch.setattr(corpus_module.metadata, "distributions", lambda: found)
     assert [source.name for source in sources()] == ["python", "good"]
+
+
+@pytest.mark.parametrize(
+    "licence",
+    ["MIT AND PSF-2.0", "(Apache-2.0 OR BSD-2-Clause) AND 0BSD", "BSD-2-Clause AND Apache-2.0 WITH LLVM-exception"],
+)
+def test_an_expression_of_permissive_licences_is_one(licence):
+    assert is_permissive(licence)
+
+
+def test_of_several_classifiers_each_must_be_permissive(monkeypatch):
+    def package(name: str, *classifiers: str) -> Distribution:
+        found = Distribution(name, "", "Name")
+        message = Message()
+        for classifier in classifiers:
+            message["Classifier"] = f"License :: {classifier}"
+        monkeypatch.setattr(Distribution, "metadata", property(lambda self: metadata[self.name]))
+        metadata[name] = message
+        return found
+
+    metadata: dict[str, Message] = {}
+    mit, affero = "OSI Approved :: MIT License", "OSI Approved :: GNU Affero General Public License v3"
+    found = [package("bad", mit, affero), package("good", "OSI Approved", "DFSG approved", mit)]
+    monkeypatch.setattr(corpus_module.metadata, "distributions", lambda: found)
+    assert [(source.name, source.licence) for source in sources()[1:]] == [("good", "MIT License")]
+
+
+def test_files_of_the_standard_library_have_the_same_names_on_windows(monkeypatch):
+    """The split into training and held-out files depends on the name."""
+
+    class WindowsPath(PureWindowsPath):
+        def rglob(self, pattern):
+            return [self / "json" / "tool.py"]
+
+    monkeypatch.setattr(corpus_module, "Path", WindowsPath)
+    monkeypatch.setattr(corpus_module.metadata, "distributions", list)
+    assert [name for name, _ in sources()[0].files] == ["json/tool.py"]
 
 
 def test_tests_of_a_package_are_left_out(monkeypatch):

@@ -21,6 +21,12 @@ def test_a_gap_is_the_rest_of_a_line_and_the_three_parts_are_the_file():
     assert gaps == line_gaps([FILE, "x\n"], 50)
 
 
+def test_a_line_ends_at_its_line_end_and_not_at_a_form_feed():
+    file = "import os\n" + "\f".join(["left = 12345678", "right = 1234567"]) + "\n" + "# end\n"
+    for gap in line_gaps([file], 50):
+        assert gap.suffix == "\n# end\n"
+
+
 def test_long_files_are_shown_in_part():
     [gap] = line_gaps(["# first\n" + "value = call(argument)\n" * 1000], 1)
     assert len(gap.prefix) <= BEFORE

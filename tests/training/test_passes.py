@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import subprocess
+import sys
 from itertools import product
 
 import numpy as np
@@ -16,6 +19,7 @@ from minillm.training import data
 from minillm.training.data import Passes
 from minillm.training.fim_documents import LATER, PRETRAINING, GapShares, pieces, training_document, with_gap
 from minillm.training.near_duplicates import without_near_duplicates
+from minillm.training.state_files import replacing
 from minillm.training.train_tokenizer import END_OF_TEXT
 
 from .conftest import source_file
@@ -135,6 +139,41 @@ def test_the_next_pass_is_encoded_ahead_in_another_process(corpus, tmp_path, mon
     found, _ = passes.batch(windows, 1, 64)
     monkeypatch.undo()
     assert torch.equal(found, expected.batch(windows, 1, 64)[0]) and not passes._ahead
+
+
+def test_a_process_that_encodes_ahead_ends_with_the_passes(corpus, tmp_path):
+    """A run that is over needs no further pass."""
+    for name in ("tokenizer.json", "train.jsonl.gz"):
+        shutil.copy(corpus / name, tmp_path)
+    passes = Passes(tmp_path)
+    passes._encode_ahead(1)
+    process = passes._ahead[1]
+    del passes
+    gc.collect()
+    assert process.wait(timeout=60) != 0
+    assert not list(tmp_path.glob("passes/*"))
+
+
+def test_a_process_that_is_terminated_while_it_writes_leaves_no_part_of_a_file(corpus, tmp_path):
+    for name in ("tokenizer.json", "train.jsonl.gz"):
+        shutil.copy(corpus / name, tmp_path)
+    code = f"""
+import signal
+from minillm.training import data
+data.encode_all = lambda *given: [0]
+data.np.save = lambda out, array: (out.write(b"part"), out.flush(), signal.raise_signal(signal.SIGTERM))
+data.write_pass({str(tmp_path)!r}, "0.5", "0.5", "1")
+"""
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode != 0
+    assert list((tmp_path / "passes").iterdir()) == []
+
+
+def test_two_writers_of_one_file_do_not_mix(tmp_path):
+    file = tmp_path / "0.npy"
+    with replacing(file) as one, replacing(file) as other:
+        one.write_text("the whole of one")
+        other.write_text("other")
+    assert file.read_text() == "the whole of one" and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_pass_whose_process_failed_is_written_here(corpus, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.training.slice_prompts import SLICES, write_slice_prompts
+from minillm.training.slice_prompts import SLICES, File, write_slice_prompts
 
 FUNCTION = '''\
 def {name}(values, count):
@@ -56,6 +56,13 @@ def test_each_slice_ends_where_its_text_is_to_be_written(prompts: dict[str, list
     assert all(p.endswith('zero.\n    """\n') for p in prompts["docstrings"]) and len(prompts["docstrings"]) == 3
     assert all(p.endswith("():\n") and "def test_" in p.splitlines()[-1] for p in prompts["tests"])
     assert [p.splitlines()[-1] for p in prompts["imports"]] == ["import module_3"]
+
+
+def test_a_form_feed_is_no_line_end() -> None:
+    """As for `ast`, which numbers the lines."""
+    file = File("a.py", IMPORTS + "\f\n\f\n" + FUNCTION.format(name="one"))
+    assert [prompt.splitlines()[-1] for prompt in SLICES["functions"](file)] == ["def plain_one(values):"]
+    assert all(prompt.startswith("def plain_one(values):\n") for prompt in SLICES["tests"](file) if "plain" in prompt)
 
 
 def test_an_edit_begins_a_copy_of_the_function_with_one_name_changed(prompts: dict[str, list[str]]) -> None:

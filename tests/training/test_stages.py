@@ -3,18 +3,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, TrainingError
+from minillm.models import bundled
 from minillm.training.card import card
 from minillm.training.checkpoint import pack_run, unpack_run
+from minillm.training.drafter_stages import _loading
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, Trainer
 from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, EXTRAPOLATION, SHARES, unlikelihood_recipe
@@ -127,6 +133,30 @@ def test_trained_drafters_belong_to_the_exported_target(made, method, recwarn):
     assert llm.generate("def a", params)[0].outputs[0].text == plain.generate("def a", params)[0].outputs[0].text
 
 
+@pytest.mark.parametrize("name", ["minicoder", "minicoder-draft", *(f"minicoder-{method}" for method in TRAINED)])
+def test_the_code_of_a_card_loads_the_models_beside_it(made, monkeypatch, name):
+    """The bundled models have the same names."""
+    loaded = []
+
+    def load(model, **options):
+        loaded.extend([model, *(given["model"] for given in options.values())])
+        return LLM(model, enforce_eager=True, **options)
+
+    monkeypatch.setattr("minillm.LLM", load)
+    code = re.search(r"```python\n(.*?)```", (made.export_to / name / "README.md").read_text(), re.DOTALL)[1]
+    exec(code, {})
+    assert str(made.export_to / name) in loaded and {str(Path(path).parent) for path in loaded} == {str(made.export_to)}
+
+
+def test_the_card_of_a_bundled_model_names_it(made):
+    there = replace(made, export_to=bundled.WEIGHTS)
+    assert there.load_name("minicoder") == "minicoder"
+    target = SimpleNamespace(name="minicoder")
+    assert _loading(there, target, "spire") == 'llm = LLM("minicoder", speculative_config={"method": "spire"})'
+    assert 'LLM("some/minicoder"' in _loading(replace(there, drafters_for="some/minicoder"), target, "spire")
+    assert 'LLM("minicoder"' in _loading(replace(made, drafters_for="minicoder"), target, "spire")
+
+
 def test_an_interrupted_export_of_a_drafter_leaves_the_old_files(made, tmp_path, monkeypatch):
     to = tmp_path / "minicoder-heads"
     shutil.copytree(made.export_to / to.name, to)
@@ -212,6 +242,92 @@ def test_draft_is_not_distilled_further_from_another_target(made, tmp_path):
         run_stages(other, ["distill"])
 
 
+def weights_of_another_run(state: Path) -> None:
+    """Change the weights of a state, which has seen as many tokens as before."""
+    found = torch.load(state)
+    found["model"]["norm.weight"] += 1
+    torch.save(found, state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "stage"),
+    [
+        ("target", "decay"),
+        ("decay", "unlikelihood"),
+        ("decay", "distill"),
+        ("decay", "export"),
+        ("unlikelihood", "distill"),
+        ("draft", "distill"),
+    ],
+)
+def test_a_stage_does_not_go_on_from_other_weights(made, tmp_path, changed, stage):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    weights_of_another_run(tmp_path / changed / "state.pt")
+    if stage == "decay":
+        (tmp_path / "decay" / "state.pt").unlink()  # interrupted before its first step
+    with pytest.raises(TrainingError, match=rf"was started with .*{changed}_weights.*remove it to start again"):
+        run_stages(replace(made, folder=tmp_path), [stage])
+
+
+def test_other_weights_are_evaluated_anew(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    weights_of_another_run(tmp_path / "distill" / "state.pt")
+    run_stages(replace(made, folder=tmp_path, export_to=tmp_path / "weights"), ["export"])
+    kept = [
+        json.loads((folder / "evaluation.json").read_text())["evaluations"]["distilled"]["draft_bits_per_byte"]
+        for folder in (made.folder, tmp_path)
+    ]
+    assert kept[0] != kept[1]
+
+
+@pytest.mark.parametrize("stage", ["target", "decay", "unlikelihood", "draft", "distill", "export", "heads"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "corpus.json"])
+def test_a_run_does_not_go_on_with_another_corpus(made, tmp_path, stage, file):
+    """Its tokens would have another meaning, or held-out files were trained on."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    other = tmp_path / "corpus" / file
+    other.write_text(other.read_text() + "\n")
+    with pytest.raises(
+        TrainingError, match=rf"was started with .*{file}.*, or train with the new one in another --folder"
+    ):
+        run_stages(replace(made, folder=tmp_path, export_to=tmp_path / "weights"), [stage])
+
+
+def test_a_run_of_an_earlier_version_is_taken_with_the_corpus_that_is_there(made, tmp_path):
+    """It recorded none."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    here, tokenizer = replace(made, folder=tmp_path), tmp_path / "corpus" / "tokenizer.json"
+    (tmp_path / "inputs.json").unlink()
+    run_stages(here, ["target"])
+    assert (tmp_path / "inputs.json").read_bytes() == (made.folder / "inputs.json").read_bytes()
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    with pytest.raises(TrainingError, match="another --folder"):
+        run_stages(here, ["target"])
+
+
+def test_two_processes_do_not_train_in_one_folder(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    longer = replace(made, folder=tmp_path, target_recipe=replace(recipe(31), decay_from=1.0))
+    code = (
+        "import sys, time; from pathlib import Path; from minillm.training.state_files import only_writer\n"
+        "with only_writer(Path(sys.argv[1])): print('locked', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "target")], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"locked\n"
+        before = (tmp_path / "target" / "state.pt").read_bytes()
+        (tmp_path / "target" / "state.pt.1.new").touch()
+        with pytest.raises(TrainingError, match=rf"^process {other.pid} trains in .*target; wait for its end"):
+            run_stages(longer, ["target"])
+        assert (tmp_path / "target" / "state.pt").read_bytes() == before
+    finally:
+        other.kill()
+        other.communicate()
+    run_stages(longer, ["target"])  # a killed process has left no lock
+    assert not list(tmp_path.glob("target/*.new")), "nor a part of a state"
+    assert RunRecord.load(tmp_path / "target").tokens == 31 * 256
+
+
 def test_stable_run_goes_on_after_a_branch_which_stays_as_it_is(made, tmp_path, capsys):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     longer = replace(made, folder=tmp_path, target_recipe=replace(recipe(40), decay_from=1.0))
@@ -255,6 +371,7 @@ def test_runs_of_an_earlier_version_go_on(made, tmp_path):
     for stage in ("decay", "unlikelihood", "distill", "heads"):
         inputs = json.loads((tmp_path / stage / "inputs.json").read_text())
         assert inputs.pop("budget")
+        inputs = {name: value for name, value in inputs.items() if not name.endswith("_weights")}
         (tmp_path / stage / "inputs.json").write_text(json.dumps(inputs) + "\n")
     longer = replace(made, folder=tmp_path, distill_recipe=recipe(11), drafters=dict.fromkeys(TRAINED, recipe(4)))
     run_stages(longer, ["decay", "unlikelihood", "draft", "distill", "heads"])
@@ -378,7 +495,7 @@ def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypat
     add_arguments(parser)
     args = parser.parse_args(["--folder", str(tmp_path), "--stages", "distill", "export", "--distill-minutes", "3.5"])
     assert run_from_args(args) == 130
-    assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 400
+    assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] is None
     assert f"the same command continues from what is saved in {tmp_path}" in capsys.readouterr().out
     args.begin_with = tmp_path / "packed"
     assert run_from_args(args) == 130
@@ -613,13 +730,88 @@ def test_minutes_are_shared_among_all_stages(tmp_path, monkeypatch, device, kind
     assert default.unlikelihood_recipe == unlikelihood_recipe()
 
 
+def test_the_first_stage_that_trains_records_the_shares(made, tmp_path):
+    shutil.copytree(made.corpus, tmp_path / "corpus")
+    here = replace(made, folder=tmp_path, shares_of="cuda", draft_recipe=recipe(1))
+    run_stages(here, ["corpus"])
+    assert not (tmp_path / "shares.json").exists()
+    run_stages(here, ["draft"])
+    assert json.loads((tmp_path / "shares.json").read_text()) == "cuda"
+
+
+def test_a_refused_total_of_minutes_leaves_no_folder(tmp_path):
+    with pytest.raises(TrainingError, match="run the stage `corpus` first"):
+        train(tmp_path / "runs", stages=["target"], minutes=3)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--minutes 3 --target-minutes 400", "--minutes and --target-minutes"),
+        ("--minutes 3 --prompt-tokens-minutes 4", "--minutes and --prompt-tokens-minutes"),
+        ("--pack {0}/packed --begin-with {0}/other", "--pack and --begin-with"),
+        ("--pack {0}/packed --stages target", "--pack and --stages"),
+        ("--pack {0}/packed --ablations spire", "--pack and --ablations"),
+        ("--pack {0}/packed --draft-minutes 3", "--pack and --draft-minutes"),
+        ("--ablations spire --stages spire", "--ablations and --stages"),
+        ("--ablations spire --minutes 3", "--ablations and --minutes"),
+        ("--ablations spire --spire-minutes 3", "--ablations and --spire-minutes"),
+    ],
+)
+def test_options_of_which_one_would_be_ignored_are_refused(tmp_path, monkeypatch, arguments, named):
+    for name in ("run_stages", "print_ablations", "pack_run"):
+        monkeypatch.setattr(f"minillm.training.run.{name}", lambda *given, **options: pytest.fail("it ran"))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--folder", str(tmp_path / "runs"), *arguments.format(tmp_path).split()])
+    with pytest.raises(TrainingError, match=f"^{named} exclude each other"):
+        run_from_args(args)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_by_default_the_models_are_written_beside_the_run(tmp_path, monkeypatch):
+    """A call without options must not replace the bundled models."""
+    pairs = []
+    monkeypatch.setattr("minillm.training.run.run_stages", lambda pair, stages: pairs.append(pair))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert run_from_args(parser.parse_args(["--folder", str(tmp_path)])) == 0
+    train(tmp_path, export_to=tmp_path / "mine")
+    assert [pair.export_to for pair in pairs] == [tmp_path / "models", tmp_path / "mine"]
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_stage(tmp_path, monkeypatch, place):
+    monkeypatch.setattr("minillm.training.run.run_stages", lambda pair, stages: pytest.fail("it ran"))
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match=r"--export-to \S+: nothing can be written there \(Not a directory\)"):
+        train(tmp_path / "runs", export_to=tmp_path / place)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_target_that_is_missing_or_has_no_tokenizer_is_refused_before_the_first_stage(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("minillm.training.run.run_stages", lambda pair, stages: pytest.fail("it ran"))
+    with pytest.raises(CheckpointError, match="no model 'nobody'"):
+        train(tmp_path / "runs", target="nobody")
+    shutil.copytree(made.export_to / "minicoder", tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    with pytest.raises(TrainingError, match=r"--target \S+ needs a `tokenizer.json` in"):
+        train(tmp_path / "runs", target=str(tmp_path / "m"))
+    with pytest.raises(TrainingError, match=r"--target \S+ needs a `tokenizer.json` in"):
+        run_stages(replace(made, drafters_for=str(tmp_path / "m")), ["heads"])
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_run_keeps_the_shares_of_the_device_that_it_began_on(made, tmp_path, monkeypatch):
     """With others, the same total would be another budget, and a finished stage would count as unfinished."""
     pairs = []
     monkeypatch.setattr("minillm.training.run._check_device", lambda device: None)
     monkeypatch.setattr("minillm.training.run.run_stages", lambda pair, stages: pairs.append(pair))
     train(tmp_path, minutes=60, device="cpu")  # nothing is trained, as with the stage `corpus`
+    assert list(tmp_path.iterdir()) == [], "nor is anything recorded"
     train(tmp_path, minutes=60, device="cuda")
+    (tmp_path / "shares.json").write_text(json.dumps(pairs[1].shares_of))  # as its first stage does
     state = torch.load(made.folder / "distill" / "state.pt")
     (tmp_path / "distill").mkdir()
     minutes = pairs[1].recipe("distill").minutes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from minillm.models.decoder import Decoder
 from minillm.speculative.draft_heads import DraftHeads, HeadsShape
 from minillm.speculative.prompt_tokens import PromptTokens, PromptTokensShape
 from minillm.training.continuations import continue_rows, exported, new_writer
-from minillm.training.data import Passes, retokenise
+from minillm.training.data import Passes, read_documents, retokenise
 from minillm.training.drafter_evaluation import Acceptance, acceptance
 from minillm.training.heads_loss import HeadsLoss, greedy_survival, sampled_reach
 from minillm.training.optimizers import matrices
@@ -183,7 +185,12 @@ def test_a_corpus_in_other_tokens_has_the_same_text(corpus, tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     retokenise(corpus, tmp_path / "tokenizer.json", tmp_path / "other")
     retokenise(corpus, tmp_path / "missing.json", tmp_path / "other")  # done already
-    inputs, _ = Passes(tmp_path / "other").batch(0, 2, 64)
+    text, summary = tmp_path / "other", json.loads((tmp_path / "other" / "corpus.json").read_text())
+    train = [tokenizer.encode(document.text).ids for document in read_documents(text / "train.jsonl.gz")]
+    assert summary["train"]["tokens"] == sum(map(len, train))
+    assert summary["held_out"]["tokens"] == np.load(text / "held_out.npy").size
+    assert summary["train"]["bytes"] == json.loads((corpus / "corpus.json").read_text())["train"]["bytes"]
+    inputs, _ = Passes(text).batch(0, 2, 64)
     assert inputs.max() < 262 and "def " in tokenizer.decode(inputs.flatten().tolist())
 
 
