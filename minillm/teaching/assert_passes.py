@@ -7,6 +7,7 @@ from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Function
 from minillm.teaching.grading.variants import hidden_cases
 from minillm.teaching.registry import find
+from minillm.teaching.session import THE_REFERENCE
 
 
 def assert_passes(name: str, function: Function, seed: str = "") -> None:
@@ -15,10 +16,12 @@ def assert_passes(name: str, function: Function, seed: str = "") -> None:
     Unlike `minillm grade`, this runs where the answers can be imported.
 
     Raises:
-        AssertionError: it does not pass; the message is the learner's report.
+        AssertionError: it does not pass, or is the reference; the message is the learner's report.
         UnknownExerciseError: no exercise has this name.
     """
     visible = AnswerKey(find(name))
+    if function is visible.exercise.reference:
+        raise AssertionError(f"{name}: {THE_REFERENCE}")
     hidden = hidden_cases(visible, bytes.fromhex(seed), "class")
     result = check_function(visible.exercise, function, key=AnswerKey(visible.exercise, visible, hidden))
     if not result.passed:

@@ -93,8 +93,9 @@ IGNORED = ".venv/\n.ipynb_checkpoints/\n__pycache__/\n.pytest_cache/\n"
 def write_classroom(root: Path, names: list[str] | None, target: Path) -> list[Path]:
     """Write the repository of a class with these lessons (None: all) of the clone `root` into the folder `target`.
 
-    Notebooks that are already in `target` stay as they are, because students may have worked in them. If the clone is
-    not published (`[tool.minillm]`), the requirements name a wheel; it is copied if `make dist` has written it.
+    Lessons that are already in `target` stay in its workflow and its README, and their notebooks stay as they are,
+    because students may have worked in them. If the clone is not published (`[tool.minillm]`), the requirements name a
+    wheel; it is copied if `make dist` has written it.
 
     Raises:
         LessonError: an unknown lesson, or one that is not built.
@@ -102,7 +103,7 @@ def write_classroom(root: Path, names: list[str] | None, target: Path) -> list[P
     """
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file; --classroom needs the name of a folder")
-    lessons, home = choose(root, names), read_home(root)
+    lessons, home = _with_those_in(target, choose(root, names), choose(root)), read_home(root)
     if missing := [lesson for lesson in lessons if not lesson.lesson.exists()]:
         raise LessonError(f"{missing[0].lesson} does not exist; run: minillm build {missing[0].number:02}")
     files = {
@@ -133,6 +134,11 @@ def write_classroom(root: Path, names: list[str] | None, target: Path) -> list[P
             written.append(path)
     written += [Path(shutil.copyfile(path, target / name)) for name, path in copied.items() if path.exists()]
     return written
+
+
+def _with_those_in(target: Path, chosen: Sequence[Lesson], every: Sequence[Lesson]) -> list[Lesson]:
+    """Of all lessons those that are chosen, and those whose notebook is in `target` already."""
+    return [one for one in every if one in chosen or (target / "lessons" / one.lesson.name).exists()]
 
 
 def _is_classroom(folder: Path) -> bool:

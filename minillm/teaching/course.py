@@ -47,12 +47,14 @@ def choose(root: Path, names: list[str] | None = None) -> list[Lesson]:
     """The lessons `names` (`["02_kv_cache"]` or `["02"]`; None: all) of the clone `root`.
 
     Raises:
-        LessonError: no lesson has that name; the message lists similar ones.
+        LessonError: no lesson has that name (the message lists similar ones), or there is none at all.
     """
     every = [
         Lesson(source, source.with_suffix(".ipynb"), root / "lessons" / f"{source.stem}.ipynb")
         for source in sorted((root / "solutions").glob("[0-9][0-9]_*.py"))
     ]
+    if not every:
+        raise LessonError(f"{root / 'solutions'} has no lesson")
     if names is None:
         return every
     return [_named(every, name) for name in names]

@@ -32,7 +32,9 @@ def problem(death: ChildExit, limits: Limits) -> str:
 
 
 def cause(death: ChildExit) -> str:
-    """The likely cause; "" if none is known."""
+    """The likely cause; "" if none is known, or if the function was stopped because it took too long."""
+    if death.idle_timeout or death.out_of_time:
+        return ""
     heap_corrupted = any(
         word in death.library_message for word in ("free()", "malloc", "corrupt")
     )  # words of the C library

@@ -37,7 +37,7 @@ PYTHON: tuple[Rule, ...] = (
     ("IndexError", r"pop from empty list", "pop from an empty list: check first whether enough entries are left"),
     ("IndexError", r"tensors used as indices must be .*", "the index is a tensor that does not hold integers"),
     ("IndexError", r"only integers, slices.*", "the index is neither an integer nor a slice nor a tensor"),
-    ("IndexError", r"list (assignment )?index out of range", "an index is past the end of a list"),
+    ("IndexError", r"(\w+)(?: object)? (?:assignment )?index out of range", "an index is past the end of a {0}"),
     ("ZeroDivisionError", r".*", "something is divided by 0 in this case"),
     ("KeyError", r".*", "the key is not in the dict: is that checked first, and is the check the right way round?"),
     ("RecursionError", r".*", "your function calls itself endlessly"),
@@ -66,6 +66,17 @@ PYTHON: tuple[Rule, ...] = (
         "RuntimeError",
         r"einsum\(\): subscript (\w) has size (\d+) for operand \d+ which does not broadcast with .* size (\d+)",
         "the letter {0} of einsum stands for {1} entries of one tensor and for {2} of another",
+    ),
+    (
+        "RuntimeError",
+        r"Sizes of tensors must match except in dimension (-?\d+). Expected size (\d+) but got size (\d+) .*",
+        "tensors that are joined along dimension {0} must have the same size in all others, where one has {1} entries "
+        "and another {2}",
+    ),
+    (
+        "RuntimeError",
+        r"shape '(\[.*\])' is invalid for input of size (\d+)",
+        "a tensor of {1} numbers cannot have the shape {0}: is one of the sizes wrong?",
     ),
     ("RuntimeError", r"einsum\(\): the number of subscripts.*", "einsum has more or fewer letters than dimensions"),
     (
@@ -177,8 +188,8 @@ PYTHON: tuple[Rule, ...] = (
         r"(\w+)\(\): argument '(\w+)' \(position \d+\) must be (.+), not (\w+)",
         "{0} takes {2} for {1}, and got {3}: are the arguments in this order?",
     ),
-    ("TypeError", r"(\w+)\(\) missing .*: (.*)", "{0} is called without {1}"),
-    ("TypeError", r"(\w+)\(\) got an unexpected keyword argument '(\w+)'", "{0} has no argument called {1}"),
+    ("TypeError", r"([\w.<>]+)\(\) missing .*: (.*)", "{0} is called without {1}"),
+    ("TypeError", r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'", "{0} has no argument called {1}"),
     (
         "TypeError",
         r"expected Tensor as element \d+ in argument \d+, but got (\w+)",

@@ -102,12 +102,6 @@ class Fences:
             buffer.fill_(_poison(dtype))
         return self._keep(name, tensor, buffer, writable=True)
 
-    def in_out(self, name: str, x: Tensor, stride: int | None = None) -> Tensor:
-        """A fenced copy of `x` that the function may write to."""
-        tensor = self.output(name, tuple(x.shape), x.dtype, stride)
-        tensor.copy_(x)
-        return tensor
-
     def problem(self) -> str:
         """The first forbidden write in words; "" if there is none."""
         return next(filter(None, (fence.problem() for fence in self.fences)), "")

@@ -135,9 +135,10 @@ def run_guarded(work: Work, receive: Send, limits: Limits | None = None, only_by
             reader.close()
         if finished or death is not None:
             return death
-        return replace(
-            _death(status, noise), idle_timeout=stuck, out_of_time=usage.ru_utime + usage.ru_stime >= limits.seconds
-        )
+        death = _death(status, noise)
+        killed = death.signal_number == signal.SIGKILL  # else it had died before, and a child of it kept the pipe open
+        used = usage.ru_utime + usage.ru_stime
+        return replace(death, idle_timeout=stuck and killed, out_of_time=used >= limits.seconds)
 
 
 def _listen(

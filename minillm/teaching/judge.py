@@ -24,10 +24,11 @@ STUB = re.compile(r"write (\w+) (?:here|in place of)\b")
 
 
 class Judge:
-    """Turns the outcomes of one function into a `CheckResult`. `limits`: those that the function ran under."""
+    """Turns the outcomes of one function into a `CheckResult`. `limits`: those that the function ran under;
+    `has_references`: whether `use` can give it the reference of another exercise."""
 
-    def __init__(self, key: AnswerKey, limits: Limits) -> None:
-        self.key, self.limits = key, limits
+    def __init__(self, key: AnswerKey, limits: Limits, has_references: bool = True) -> None:
+        self.key, self.limits, self.has_references = key, limits, has_references
         self._name, self._count = key.exercise.name, len(key.cases)
 
     def problem(self, index: int, outcome: Outcome) -> str:
@@ -86,9 +87,8 @@ class Judge:
         stub = STUB.match(message)
         called = stub[1] if stub else own
         if called != own and has_exercise(f"{lesson}.{called}"):
-            return (
-                f'it calls {called}, which is not written yet: write it, or call what use("{lesson}.{called}") returns'
-            )
+            instead = f', or call what use("{lesson}.{called}") returns' if self.has_references else ""
+            return f"it calls {called}, which is not written yet: write it{instead}"
         return message
 
     def _problem_of_error(self, error: Raised) -> str:

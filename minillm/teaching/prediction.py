@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -33,12 +34,10 @@ class Predictions:
         else:
             print(f"Your prediction for {name}: {_amount(number, unit)}. Now read on.")
 
-    def compare(self, name: str, answer: float, unit: str = "") -> None:
-        """Print the prediction, `answer` (counted, modelled or measured) and the factor between them. `unit` is by
-        default that of the prediction."""
+    def compare(self, name: str, answer: float) -> None:
+        """Print the prediction, `answer` (counted, modelled or measured) in its unit, and the factor between them."""
         answer = _plain(answer)
-        value, predicted_unit = self.commitments.get(name, (None, ""))
-        unit = unit or predicted_unit
+        value, unit = self.commitments.get(name, (None, ""))
         if value is None:
             print(f"{name}: the answer is {_amount(answer, unit)}; you made no prediction.")
         else:
@@ -67,11 +66,15 @@ def _amount(value: float, unit: str) -> str:
 def _verdict(predicted: float, answer: float) -> str:
     if predicted == answer:
         return "exactly right."
-    if predicted * answer <= 0:
+    if _number(answer) is None:
+        return "there is no factor between them."
+    small, large = sorted((abs(predicted), abs(answer)))
+    factor = large / small if small and (predicted > 0) == (answer > 0) else math.inf
+    if factor == math.inf:
         return f"off by {abs(answer - predicted):.4g}."
-    factor = answer / predicted
-    shown = f"{max(factor, 1 / factor):.3g}"
-    return "right within 0.5%." if shown == "1" else f"you were {shown} times too {'low' if factor > 1 else 'high'}."
+    shown = f"{factor:.3g}"
+    side = "low" if abs(answer) > abs(predicted) else "high"
+    return "right within 0.5%." if shown == "1" else f"you were {shown} times too {side}."
 
 
 # A notebook kernel is the session of one learner, so the functions that lessons call share one object.

@@ -20,6 +20,7 @@ from minillm.teaching.registry import find
 from minillm.teaching.result import CheckResult, Status
 
 STRICT_VARIABLE = "MINILLM_STRICT"
+THE_REFERENCE = "this is the reference; write your own"
 
 
 def check(name: str | Exercise, function: Function | None = None) -> None:
@@ -47,7 +48,7 @@ def hint(name: str | Exercise, level: int = 1) -> None:
     """
     exercise = find(name)
     levels = range(1, len(exercise.hints) + 1)
-    if level not in levels:
+    if not isinstance(level, int) or level not in levels:
         raise LessonError(f"hint level {level!r} of {exercise.name}: there are 1 to {len(levels)}; begin with 1")
     _show(Hint(f"Hint {level} of {len(levels)} for {exercise.name}", exercise.hints[level - 1]))
 
@@ -76,6 +77,8 @@ def _graded(exercise: Exercise, function: Function | None, frame: FrameType) -> 
     chosen = function or _find_function(exercise.function_name, frame)
     if chosen is None:
         return CheckResult(exercise.name, Status.MISSING, 0, len(exercise.all_cases()))
+    if chosen is exercise.reference:
+        return CheckResult(exercise.name, Status.NOT_DONE, 0, len(exercise.all_cases()), note=THE_REFERENCE)
     return check_function(exercise, chosen)
 
 

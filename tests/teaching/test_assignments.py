@@ -76,7 +76,13 @@ def run(*command: str, cwd: Path) -> str:
 
 def test_assert_passes_says_what_the_learner_is_told():
     exercise = find("l02.best_r")
-    assert_passes("l02.best_r", exercise.reference, "ab" * 16)
+
+    def best_r(*args):
+        return exercise.reference(*args)
+
+    assert_passes("l02.best_r", best_r, "ab" * 16)
+    with pytest.raises(AssertionError, match=r"l02\.best_r: this is the reference"):
+        assert_passes("l02.best_r", exercise.reference)
     with pytest.raises(AssertionError, match=r"FAIL \d+/8  l02.best_r"):
         assert_passes("l02.best_r", exercise.wrong[0].function)
 

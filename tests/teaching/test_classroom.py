@@ -113,6 +113,16 @@ def test_work_in_the_folder_is_kept(course) -> None:
     assert (folder / "README.md").read_text() != "old"
 
 
+def test_a_lesson_that_is_added_leaves_the_others_in_the_workflow(tmp_path) -> None:
+    write_classroom(ROOT, ["06"], tmp_path)
+    write_classroom(ROOT, ["02"], tmp_path)
+    both = ["02_kv_cache", "06_paged_blocks"]
+    assert workflow(tmp_path)["jobs"]["check"]["strategy"]["matrix"]["lesson"] == both
+    for page in ("README.md", "lessons/glossary.md"):
+        text = (tmp_path / page).read_text(encoding="utf-8")
+        assert all(f"{name}.ipynb)" in text for name in both) and "03_roofline.ipynb)" not in text
+
+
 @pytest.mark.parametrize("name", ["README.md", ".gitignore", "LICENSE", ".github/workflows/check.yml"])
 @pytest.mark.parametrize("place", [".", "another project"])
 def test_files_of_another_project_are_never_overwritten(course, name: str, place: str) -> None:
@@ -140,6 +150,9 @@ def test_bad_input_says_what_is_wrong(course) -> None:
         write_classroom(course, ["12"], course / "class")
     (course / "lessons" / "90_sample.ipynb").unlink()
     with pytest.raises(LessonError, match="run: minillm build 90"):
+        write_classroom(course, None, course / "class")
+    (course / "solutions" / "90_sample.py").unlink()
+    with pytest.raises(LessonError, match="solutions has no lesson"):
         write_classroom(course, None, course / "class")
 
 

@@ -64,6 +64,12 @@ THREE, FOUR = torch.zeros(3), torch.zeros(4)
         (lambda: THREE.masked_fill(0.0, THREE > 0), "masked_fill does not take (float, Tensor)"),
         (lambda: {"a": 1}["b"], "the key is not in the dict"),
         (lambda: list(zip(ROWS, EMPTY, strict=True)), "number 2 is shorter than number 1"),
+        (lambda: (1, 2)[2], "an index is past the end of a tuple"),
+        (lambda: range(2)[2], "an index is past the end of a range"),
+        (lambda: WrongVersion("adds nothing"), "WrongVersion.__init__ is called without 'function'"),
+        (lambda: Case("one row", (), rows=1), "Case.__init__ has no argument called rows"),
+        (lambda: torch.cat([torch.zeros(2, 3), torch.zeros(2, 4)]), "where one has 3 entries and another 4"),
+        (lambda: torch.zeros(6).view(4, 2), "a tensor of 6 numbers cannot have the shape [4, 2]"),
     ],
 )
 def test_an_error_is_told_in_terms_of_the_line(function: Callable[[], object], words: str):

@@ -62,10 +62,8 @@ def test_rows_with_gaps_are_guarded_between_them():
     assert "between two of its rows" in fences.problem()
 
 
-def test_overwriting_an_input_is_a_mistake_and_overwriting_an_in_out_is_not():
+def test_overwriting_an_input_is_a_mistake():
     fences = Fences()
-    fences.in_out("cache", torch.zeros(3)).fill_(2.0)
-    fences.check()
     fences.input("x", torch.zeros(3))[1] = 7.0
     with pytest.raises(OutOfBoundsError, match="overwrote 1 number of its input x"):
         fences.check()

@@ -7,10 +7,12 @@ import ctypes
 import os
 import pickle
 import re
+import signal
 import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ import pytest
 import torch
 from numba import njit
 
-from minillm.teaching import guard
+from minillm.teaching import crash_messages, guard
 from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.fence import Fences
@@ -114,6 +116,26 @@ def test_whatever_a_wrong_answer_does_to_its_process_the_check_says_so(answer, s
     text = str(check_function(EXERCISE, answer, SHORT if "1 s" in says else LONG))
     assert says in text
     assert "it looks as if" not in text
+
+
+def crashes_while_a_child_of_it_waits(x):
+    if os.fork() == 0:
+        time.sleep(3)
+        os._exit(0)
+    ctypes.string_at(0)
+
+
+@linux
+def test_a_crash_is_one_even_if_a_child_keeps_the_pipe_open():
+    text = str(check_function(EXERCISE, crashes_while_a_child_of_it_waits, SHORT))
+    assert "crashed (SIGSEGV)" in text and "waits for something" not in text
+
+
+@pytest.mark.parametrize("slow", ["idle_timeout", "out_of_time"])
+def test_a_function_that_took_too_long_is_told_nothing_of_indices(slow):
+    crashed = guard.ChildExit(signal_number=signal.SIGSEGV)
+    assert crash_messages.cause(crashed)
+    assert not crash_messages.cause(replace(crashed, **{slow: True}))
 
 
 def write_past_the_messages(data: bytes) -> None:

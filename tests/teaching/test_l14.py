@@ -146,6 +146,14 @@ def test_the_multi_head_form_is_the_same_function(tiny: TinyPair, tmp_path: Path
     assert cache.hidden_bytes * 2 == cache.kv_bytes * config.hidden_size // config.q_size
 
 
+def on_top_of(llm: LLM, spans: Sequence[KVSpan], ids: Sequence[int], count: int) -> Tensor:
+    """What `moving.computed` gives, on top of keys and values of the first tokens."""
+    with Scratch(llm, len(ids)) as scratch:
+        for span in spans:
+            scratch.write(span)
+        return moving._scored(llm, scratch, ids, max(span.end for span in spans), count)
+
+
 def test_predictions_with_and_without_a_cache(llm: LLM) -> None:
     ids = [*FIRST, *QUESTION]
     plain = moving.computed(llm, ids, 4)
@@ -155,10 +163,10 @@ def test_predictions_with_and_without_a_cache(llm: LLM) -> None:
         span = scratch.read(0, len(FIRST), FIRST)
         scratch.publish(FIRST, "a")
     served = moving.served(llm, {"prompt_token_ids": ids, "cache_salt": "a"}, 4)
-    for rows in (served, moving.on_top_of(llm, [span], ids, 4), moving.served(llm, {"prompt_token_ids": ids}, 4)):
+    for rows in (served, on_top_of(llm, [span], ids, 4), moving.served(llm, {"prompt_token_ids": ids}, 4)):
         torch.testing.assert_close(rows, plain, rtol=1e-4, atol=1e-4)
     wrong = KVSpan(FIRST, 0, span.keys.flip(1), span.values)
-    rows = moving.on_top_of(llm, [wrong], ids, 4)
+    rows = on_top_of(llm, [wrong], ids, 4)
     assert moving.Difference.between([plain], [plain]) == moving.Difference(0.0, 1.0)
     assert moving.Difference.between([plain], [rows]).kl > 1e-3
 
@@ -261,7 +269,7 @@ def test_moved_entries_are_under_a_salt_and_are_what_the_span_says(llm: LLM) -> 
     assert not made.exact and made.used == [0, 1] and made.prompt["cache_salt"]
     config = llm.engine.runner.model.config
     moved = store.spans[1].moved_to(len(FIRST), config)
-    expected = moving.on_top_of(llm, [store.spans[0], moved], made.prompt["prompt_token_ids"], 4)
+    expected = on_top_of(llm, [store.spans[0], moved], made.prompt["prompt_token_ids"], 4)
     torch.testing.assert_close(rows_of(llm, made.prompt), expected, rtol=1e-3, atol=1e-3)
     plain = {"prompt_token_ids": made.prompt["prompt_token_ids"]}
     torch.testing.assert_close(
@@ -299,7 +307,7 @@ def test_each_broken_store_makes_its_own_mistake(llm: LLM, tiny: TinyPair, name:
     assert not torch.allclose(mine, plain, atol=1e-3)
     moved = store.spans[2].moved_to(len(FIRST), llm.engine.runner.model.config)
     right = KVSpan(FIRST, 0, *_first(llm))
-    is_right = torch.allclose(mine, moving.on_top_of(llm, [right, moved], ids, 4), atol=1e-3)
+    is_right = torch.allclose(mine, on_top_of(llm, [right, moved], ids, 4), atol=1e-3)
     assert is_right == (name in ("right", "moved is called exact"))
 
 

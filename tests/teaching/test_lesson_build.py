@@ -16,6 +16,7 @@ from minillm.errors import LessonError
 from minillm.teaching.build import build
 from minillm.teaching.notebook import for_learner, read_source, without_solutions
 from minillm.teaching.publication import Home, read_home
+from minillm.teaching.write_file import write_file
 
 SOURCE = Path("solutions/90_sample.py")
 SOLUTION = Path("solutions/90_sample.ipynb")
@@ -94,6 +95,20 @@ def test_building_again_gives_the_same_bytes_even_for_measured_cells(course):
     build(course, remeasure=True)
     old, new = json.loads(before[SOLUTION]), json.loads((course / SOLUTION).read_text())
     assert [i for i, pair in enumerate(zip(old["cells"], new["cells"], strict=True)) if pair[0] != pair[1]] == [8]
+
+
+def test_an_interrupted_build_leaves_no_half_of_a_notebook(tmp_path, monkeypatch):
+    def stop(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise KeyboardInterrupt
+
+    file = tmp_path / "90_sample.ipynb"
+    write_file(file, "the whole text")
+    monkeypatch.setattr(Path, "write_bytes", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(file, "another text")
+    assert file.read_text() == "the whole text"
 
 
 def test_new_prose_does_not_replace_measurements(course, no_kernel):

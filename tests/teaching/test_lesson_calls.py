@@ -89,12 +89,21 @@ def test_use_falls_back_to_the_reference_with_a_notice_and_never_raises(append_e
     assert "yours was not found" in capsys.readouterr().out
 
 
+def test_the_reference_is_not_the_learners_own_solution(append_exercise, capsys):
+    append_rows = use(append_exercise)
+    check(append_exercise)
+    assert "NOT DONE YET  l90.append_rows: this is the reference; write your own" in capsys.readouterr().out
+    assert use(append_exercise) is append_rows is append_exercise.reference
+    assert "Using the reference for l90.append_rows: yours is not done yet." in capsys.readouterr().out
+
+
 def test_hints_come_one_by_one(lesson_91, capsys):
     hint("l91.double")
     hint("l91.double", 3)
     assert capsys.readouterr().out == "Hint 1 of 4 for l91.double: h1\nHint 3 of 4 for l91.double: h3\n"
-    with pytest.raises(LessonError, match="there are 1 to 4"):
-        hint("l91.double", 5)
+    for level in (5, 0, 1.0, "1"):
+        with pytest.raises(LessonError, match=f"hint level {level!r} of l91.double: there are 1 to 4"):
+            hint("l91.double", level)
 
 
 def test_a_hint_is_markdown_in_notebooks_and_plain_text_elsewhere():
@@ -152,6 +161,26 @@ def test_prediction_of_zero_has_no_factor(capsys):
     predict("l90.zero", 0)
     reveal("l90.zero", 3)
     assert "off by 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "answer"), [(1e308, 1e-20), (1e-20, 1e308), (1e-200, -1e-200), (3, -3), (2, 0)])
+def test_numbers_without_a_factor_between_them_have_a_difference(capsys, value, answer):
+    predict("l90.far", value)
+    reveal("l90.far", answer)
+    assert capsys.readouterr().out.endswith(f": off by {abs(answer - value):.4g}.\n")
+
+
+def test_small_numbers_have_a_factor(capsys):
+    predict("l90.small", 1e-200)
+    reveal("l90.small", 4e-200)
+    assert "you were 4 times too low" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf")])
+def test_an_answer_that_is_no_number_has_no_factor(capsys, answer):
+    predict("l90.bytes", 3, "bytes")
+    reveal("l90.bytes", answer)
+    assert f"the answer is {answer} bytes: there is no factor between them." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("value", "shown"), [(np.int64(4096), "4,096"), (np.float32(0.5), "0.5")])

@@ -18,47 +18,81 @@ from typing import Any
 
 import msgspec
 
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.grading import grades
 from minillm.teaching.grading.cells import MAX_FILE
-from minillm.teaching.grading.grades import SCHEMA, Status, Submission
-from minillm.teaching.grading.one_submission import Grader, Rules
+from minillm.teaching.grading.grades import SCHEMA, ExerciseGrade, Status, Submission
+from minillm.teaching.grading.one_submission import Grader, Rules, exercises_in
 from minillm.teaching.grading.student_process import StudentProcess
 from minillm.version import __version__
 
 SUFFIXES = (".ipynb", ".py")
-SKIPPED = (".ipynb_checkpoints", "__pycache__", "__MACOSX")
+SKIPPED = (".ipynb_checkpoints", "__pycache__", "__MACOSX", "site-packages")
 RESULTS = "submissions"
 MAX_NAME = 80
+MAX_NAMED = 3
+"""Files that are named where none can be graded."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A submitted file. `student`: the folder it is in below the submissions, or its own name without suffix."""
+    """A submitted file. `student`: the folder it is in below the submissions, or its own name without suffix.
+    `problem`: why there is nothing to read, or ""."""
 
     path: Path
     name: str
     student: str
+    problem: str = ""
 
 
 def find(folder: Path) -> list[File]:
-    """The submitted files below `folder`, by name. Links are not followed.
+    """The submitted files below `folder`, by name. Links are not followed, and virtual environments left out.
+
+    An entry of `folder` without such a file is in the list too, with its `problem`, so that no student is left out.
 
     Raises:
         ConfigError: there is no such folder, or no notebook in it.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; name the one with the submissions")
-    found = []
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") or part in SKIPPED for part in parts)
-        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.is_symlink() and not hidden:
-            names = [_readable(part) for part in (*parts[:-1], path.stem)]
-            found.append(File(path, _readable("/".join(parts)), names[0]))
+    found, left_out = [], []
+    for entry in folder.iterdir():
+        if _is_hidden(entry.name):
+            continue
+        files = _files(entry)
+        student = _readable(entry.name if entry.is_dir() else entry.stem)
+        submitted = [file for file in files if file.suffix.lower() in SUFFIXES and not file.is_symlink()]
+        found += [File(file, _readable(file.relative_to(folder).as_posix()), student) for file in submitted]
+        if not submitted and entry / "grades.json" not in files:  # that is our own report
+            left_out.append(File(entry, _readable(entry.name), student, _nothing_in(entry, files)))
     if not found:
         raise ConfigError(f"{folder} has no file that ends in {' or '.join(SUFFIXES)}")
-    return found
+    return sorted(found + left_out, key=lambda file: file.path)
+
+
+def _files(entry: Path) -> list[Path]:
+    """All files at and below `entry`, links too, but none that is hidden or of a virtual environment."""
+    if entry.is_symlink():
+        return [entry]
+    environments = {file.parent for file in entry.glob("*/**/pyvenv.cfg")}
+    return [
+        path
+        for path in (entry, *sorted(entry.rglob("*")))
+        if (path.is_file() or path.is_symlink())
+        and not any(_is_hidden(part) for part in path.relative_to(entry.parent).parts)
+        and environments.isdisjoint(path.parents)
+    ]
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in SKIPPED
+
+
+def _nothing_in(entry: Path, files: list[Path]) -> str:
+    """Why an entry without a file to grade has none."""
+    names = [f"{file.name} (a link, not followed)" if file.is_symlink() else file.name for file in files]
+    seen = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
+    return _readable(f"no {' or '.join(SUFFIXES)} file; found {seen or 'nothing'}")
 
 
 def _readable(name: str) -> str:
@@ -81,8 +115,11 @@ def grade_all(
     progress: Any = None,
     graders: Graders | None = None,
 ) -> list[Submission]:
-    """The grades of `files`, in their order. Each is written to `out` as soon as it is there; those that are there
-    already, with the same contents, rules and mode, are not graded again, unless they were interrupted.
+    """The grades of `files`, in their order, without those that only hold other lessons than `rules` ask for; then
+    those of students who handed in nothing for one of these lessons.
+
+    Each file's is written to `out` as soon as it is there; those that are there already, with the same contents, rules
+    and mode, are not graded again, unless they were interrupted.
 
     `jobs`: processes at a time. `mode`: see `StudentProcess`. `progress`: called as `progress(iterable, total=…)`.
     `graders`: who grades, in place of processes here.
@@ -101,7 +138,26 @@ def grade_all(
     for number, submission in progress(graded, total=len(todo)) if progress else graded:
         grades.write(folder / _result_name(files[number], keys[number]), submission)
         done[number] = submission
-    return [done[number] for number in range(len(files))]
+    every = [done[number] for number in range(len(files))]
+    asked_for = [submission for submission in every if submission.exercises or not submission.lessons]
+    return [*asked_for, *_not_handed_in(every, rules.lessons)]
+
+
+def _not_handed_in(graded: Sequence[Submission], lessons: Sequence[str]) -> Iterator[Submission]:
+    """For each student the exercises of those `lessons` that none of their files was graded on."""
+    held: dict[str, set[str]] = {}
+    for submission in graded:
+        held.setdefault(submission.student, set()).update(submission.lessons)
+    for student, there in held.items():
+        missing = [lesson for lesson in lessons if lesson not in there]
+        exercises = [
+            ExerciseGrade(exercise=exercise.name, status=Status.NOT_ATTEMPTED, problem="no file is for this lesson")
+            for lesson in missing
+            for exercise in exercises_in(lesson)
+        ]
+        if exercises:
+            made = {"student": student, "file": f"{student}: no file for {', '.join(missing)}", "key": ""}
+            yield Submission(**made, status=Status.NOT_ATTEMPTED, lessons=missing, exercises=exercises)
 
 
 def _graded(tasks: list[Task], rules: Rules, jobs: int, mode: str) -> Iterator[tuple[int, Submission]]:
@@ -135,7 +191,10 @@ def _grade(grader: Grader, task: Task) -> Submission:
 
 
 def read(file: File) -> bytes:
-    """The contents of a file. Raises `OSError` if the system does not let us read it, or if it is too large."""
+    """The contents of a file. Raises `OSError` if there is none, if the system does not let us read it, or if it is too
+    large."""
+    if file.problem:
+        raise OSError(file.problem)
     with file.path.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         if size > MAX_FILE:
@@ -149,8 +208,8 @@ def unreadable(file: File, key: str, problem: OSError) -> Submission:
     return Submission(**made, status=Status.UNREADABLE, reason=problem.strerror or str(problem))
 
 
-_grader: list[Grader] = []
-"""The grader of a worker process."""
+_grader: list[Grader | UnsupportedError] = []
+"""The grader of a worker process, or why it has none: an error of the initializer itself would only break the pool."""
 
 
 def _prepare(slots: Any, rules: Rules, mode: str) -> None:
@@ -158,13 +217,20 @@ def _prepare(slots: Any, rules: Rules, mode: str) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    process = StudentProcess(slots.get(), mode)
+    try:
+        process = StudentProcess(slots.get(), mode)
+    except UnsupportedError as problem:
+        _grader.append(problem)
+        return
     Finalize(None, process.close, exitpriority=1)  # when this worker ends
     _grader.append(Grader(process, rules))
 
 
 def _grade_here(task: Task) -> tuple[int, Submission]:
-    return task[0], _grade(_grader[0], task)
+    [grader] = _grader
+    if isinstance(grader, UnsupportedError):
+        raise grader
+    return task[0], _grade(grader, task)
 
 
 @contextmanager

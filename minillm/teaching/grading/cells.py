@@ -11,10 +11,11 @@ MAX_FILE = 50 << 20
 _RUN_IN_PLACE = ("%%time", "%%timeit", "%%capture", "%%prun")
 """Cell magics whose cell is Python."""
 _OF_IPYTHON = re.compile(
-    r"^([ \t]*)(%{1,2}[A-Za-z]|!|\?|[\w.*]+\?{1,2}[ \t]*$|[\w., ]+=[ \t]*(?:!|%[A-Za-z])).*$", re.MULTILINE
+    r"^([ \t]*)(%{1,2}[A-Za-z]|!|\?|[\w.*]+\?{1,2}[ \t]*$|[\w., ]+=[ \t]*(?:!|%[A-Za-z]))(?:.*\\\n)*.*$",
+    re.MULTILINE,
 )
 """A magic, a shell line, what one of them returns (`files = !ls`), or a question (`name?`). A line of Python may also
-end in `?`, in a comment."""
+end in `?`, in a comment. A backslash at its end continues it in the next line."""
 _PERCENT = re.compile(r"^# %%.*$", re.MULTILINE)
 
 
@@ -42,6 +43,7 @@ def read(data: bytes, name: str) -> list[Cell]:
     except UnicodeDecodeError as problem:
         raise UnreadableError(f"not UTF-8: {problem.reason} at byte {problem.start}") from None
     if name.lower().endswith(".py"):
+        text = _unix(text)
         return [Cell(number, part) for number, part in enumerate(_PERCENT.split(text), 1)]
     try:
         notebook = json.loads(text)
@@ -64,7 +66,12 @@ def python_of(source: str) -> str:
     first = source.lstrip().partition("\n")[0].strip()
     if first.startswith("%%") and first.split()[0] not in _RUN_IN_PLACE:
         return ""
-    return _OF_IPYTHON.sub(lambda line: f"{line[1]}pass", source)
+    return _OF_IPYTHON.sub(lambda line: f"{line[1]}pass" + "\n" * line[0].count("\n"), source)
+
+
+def _unix(text: str) -> str:
+    """The text without the carriage returns of Windows line ends."""
+    return text.replace("\r\n", "\n")
 
 
 def _cells(notebook: Any) -> list[Cell]:
@@ -81,5 +88,6 @@ def _cells(notebook: Any) -> list[Cell]:
             source = cell.get("source", cell.get("input", ""))
             lines = source if isinstance(source, list) else [source]
             text = "".join(line for line in lines if isinstance(line, str))
-            found.append(Cell(number, text.encode("utf-8", "replace").decode()))  # JSON may hold half a surrogate pair
+            whole = text.encode("utf-8", "replace").decode()  # JSON may hold half a surrogate pair
+            found.append(Cell(number, _unix(whole)))
     return found

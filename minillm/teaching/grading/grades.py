@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from minillm.teaching.write_file import write_file
+
 SCHEMA = 1
 """Raised when a field is removed or changes its meaning; new fields do not raise it."""
 
@@ -59,12 +61,14 @@ class Submission(msgspec.Struct, kw_only=True, frozen=True):
     file: str
     """Path below the folder of submissions."""
     key: str
-    """Hash of the file's bytes and of everything else that the grades depend on."""
+    """Hash of the file's bytes and of everything else that the grades depend on; "" if there is no file, for lessons
+    that a student has not handed in."""
     status: Status
     """`UNREADABLE`, `PASSED` if all exercises passed, `NOT_ATTEMPTED` if none was attempted, else `FAILED`."""
     reason: str = ""
     """Why it is unreadable, or what else went wrong with the whole file."""
     lessons: list[str] = []
+    """Those it is graded on; if it has no exercises, those it holds, none of which was asked for."""
     exercises: list[ExerciseGrade] = []
     notes: list[str] = []
     isolation: str = ""
@@ -91,10 +95,8 @@ def overall(grades: list[ExerciseGrade]) -> Status:
 
 
 def write(path: Path, submission: Submission) -> None:
-    """Write the file in one step, so that an interrupted run leaves no half of it."""
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(submission), indent=1))
-    part.replace(path)
+    """Write the file."""
+    write_file(path, msgspec.json.format(msgspec.json.encode(submission), indent=1))
 
 
 def read(path: Path) -> Submission | None:

@@ -20,7 +20,7 @@ hundreds of items; the grader keeps what it gets in memory."""
 
 class Found(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """What the notebook holds under the function's name. `state`: "written", "stub", "imported", "missing" or
-    "broken"."""
+    "broken". `note`: more about it, or ""."""
 
     state: str
     note: str = ""

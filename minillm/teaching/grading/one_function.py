@@ -137,6 +137,8 @@ def _found(program: Program, definition: Statement | None, name: str) -> Found:
         return Found("written")
     if broken := program.broken_definition(name):
         return Found("broken", _cut(str(broken)))
+    if name in program.in_loops:
+        return Found("missing", "it is defined inside a loop, which is not run")
     return Found("missing" if definition is None else "stub")
 
 

@@ -47,8 +47,8 @@ _ENDED_BY[Sort.PROCESSES] = Status.CRASHED
 @dataclass(frozen=True)
 class Rules:
     """What all submissions are graded by. `limits`: for each exercise; `wall_seconds`: for each exercise, waiting
-    included; `lessons`: those to grade ("l02"), or none: those that a notebook has functions of; `secret`: of the
-    course, for the hidden cases."""
+    included; `lessons`: those to grade ("l02"), see `asked_for`, or none: those that each file holds, see `lessons_of`;
+    `secret`: of the course, for the hidden cases."""
 
     limits: Limits = LIMITS
     wall_seconds: float = 60.0
@@ -71,17 +71,16 @@ class Grader:
         if not isinstance(message, Cells):
             reason = message.reason if isinstance(message, Unreadable) else "it cannot be read"
             return Submission(**made, status=Status.UNREADABLE, reason=reason, interrupted=interrupted(told))
-        found = lessons_of(message, file)
-        wanted = list(self.rules.lessons) or found
-        lessons = [lesson for lesson in wanted if lesson in found] or wanted
+        held = lessons_of(message, file)
+        lessons = asked_for(self.rules.lessons, held, message) if self.rules.lessons else held
         exercises = [exercise for lesson in lessons for exercise in exercises_in(lesson)]
         cells = [Cell(*cell) for cell in message.sources]
         grades = [self._exercise(exercise, cells, student) for exercise in exercises]
         return Submission(
             **made,
             status=overall(grades),
-            reason="" if lessons else "it has no function of any exercise",
-            lessons=lessons,
+            reason="" if lessons else self._nothing_to_grade(),
+            lessons=lessons or held,
             exercises=grades,
             notes=[f"not Python: {broken}" for broken in message.broken],
             shapes={e.name: message.shapes[e.function_name] for e in exercises if e.function_name in message.shapes},
@@ -101,6 +100,10 @@ class Grader:
         seconds = round(told.seconds, 3)
         return replace(grade, hidden=_is_hidden(grade.case, hidden), seconds=seconds, interrupted=unclear)
 
+    def _nothing_to_grade(self) -> str:
+        asked = ", ".join(self.rules.lessons)
+        return f"it is not for the lessons that are graded ({asked})" if asked else "it has no function of any exercise"
+
     def _answers(self, exercise: Exercise) -> AnswerKey:
         """The visible cases and the right answers to them, computed once."""
         if exercise.name not in self._visible:
@@ -115,7 +118,7 @@ class _Verdict:
 
     def __init__(self, key: AnswerKey, rules: Rules, told: Told, files: Sequence[str]) -> None:
         self.key, self.rules, self.told, self.files = key, rules, told, set(files)
-        self.judge = Judge(key, rules.limits.lowered())
+        self.judge = Judge(key, rules.limits.lowered(), has_references=False)
         self.name = key.exercise.name
 
     def grade(self) -> ExerciseGrade:
@@ -124,7 +127,7 @@ class _Verdict:
         if found is None:
             return self._unfinished([], "before your function was called")
         nothing = {
-            "missing": f"there is no function {self.key.exercise.function_name}",
+            "missing": found.note or f"there is no function {self.key.exercise.function_name}",
             "stub": "it is not written yet",
         }
         nothing["imported"] = f"it is imported and not written: {found.note}"
@@ -253,6 +256,14 @@ def interrupted(told: Told) -> bool:
 def exercises_in(lesson: str) -> list[Exercise]:
     """The exercises of a lesson (`l02`)."""
     return [e for name in module_names() if name.partition("_")[0] == lesson for e in exercises_of(name)]
+
+
+def asked_for(wanted: Sequence[str], held: Sequence[str], cells: Cells) -> list[str]:
+    """Those of the `wanted` lessons that a notebook is graded on: the lessons that it holds (`held`: `lessons_of`), and
+    those of which it has two functions. A single one may be a helper of the same name, of another lesson."""
+    there = set(cells.functions)
+    shared = {lesson: len(there & {e.function_name for e in exercises_in(lesson)}) for lesson in wanted}
+    return [lesson for lesson in wanted if lesson in held or shared[lesson] >= 2]
 
 
 def lessons_of(cells: Cells, file: str) -> list[str]:

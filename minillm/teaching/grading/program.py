@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
+import re
 import sys
 import types
 import warnings
@@ -69,12 +70,15 @@ class Program:
 
     statements: list[Statement]
     broken: list[Broken]
+    in_loops: set[str] = field(default_factory=set)
+    """The functions that are defined inside a loop or a `match`, and nowhere else that runs."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def functions(self) -> set[str]:
-        """The names of all functions and of whatever else is bound, stubs too."""
-        return {name for statement in self.statements for name in statement.binds}
+        """The names of all functions and of whatever else is bound: stubs too, and those in broken cells and loops."""
+        in_broken = {name for each in self.broken for name in re.findall(r"\bdef +(\w+) *\(", each.source)}
+        return {name for statement in self.statements for name in statement.binds} | in_broken | self.in_loops
 
     def broken_definition(self, name: str) -> Broken | None:
         """The last broken cell with the text `def name(`."""
@@ -92,7 +96,7 @@ class Program:
 
     def _candidates(self, name: str) -> tuple[list[Statement], list[Statement]]:
         """The statements that bind `name`, stubs before imports; and those of them that are neither."""
-        bound = [s for s in self.statements if name in s.binds and name not in _used_exercises(s)]
+        bound = [s for s in self.statements if name in s.binds and not _is_given(s, name)]
         imported = [s for s in bound if isinstance(s.node, _IMPORTS)]
         written = [s for s in bound if not is_stub(s.node) and s not in imported]
         return [*(s for s in bound if s not in imported), *imported], written
@@ -103,7 +107,7 @@ class Program:
         A name is looked up first in the cell that uses it, because that is what a notebook's own check has seen, where
         another cell defines a helper of the same name later. Of the definitions of a function in other cells the last
         written one before that cell counts, for the same reason; if all come later, the last. Of other names every
-        assignment and import runs.
+        assignment and import before that cell runs; if all come later, all of them.
         """
         first = [definition, *self._wrapped_by(definition)]
         chosen, seen = set(first), set(definition.binds)
@@ -121,7 +125,7 @@ class Program:
         return [statement for statement in self.statements if statement in chosen or "*" in statement.binds]
 
     def _binding(self, name: str, cell: int) -> list[Statement]:
-        found = [statement for statement in self.statements if name in statement.binds]
+        found = [s for s in self.statements if name in s.binds and not _is_given(s, name)]
         beside = [statement for statement in found if statement.cell == cell and not is_stub(statement.node)]
         if beside:
             return beside
@@ -130,7 +134,7 @@ class Program:
             before = [statement for statement in written if statement.cell < cell]
             definition = (before or written or known or [None])[-1]
             return [definition, *self._wrapped_by(definition)] if definition else []
-        return found
+        return [statement for statement in found if statement.cell < cell] or found
 
     def _wrapped_by(self, definition: Statement) -> list[Statement]:
         """What `f = wrap(f)` wraps: the last written function or class of this name before it, and all that binds the
@@ -156,7 +160,9 @@ def parse(cells: Sequence[Cell]) -> Program:
             trees.append((number, tree))
     flags = _future_flags(tree for _, tree in trees)
     statements = [Statement(number, node, flags) for number, tree in trees for node in tree.body if set(_bound(node))]
-    return Program([s for s in statements if not _is_future(s.node)], broken)
+    bound = {name for statement in statements for name in statement.binds}
+    in_loops = {name for _, tree in trees for node in tree.body for name in _defined(node)} - bound
+    return Program([s for s in statements if not _is_future(s.node)], broken, in_loops)
 
 
 def is_stub(node: ast.stmt) -> bool:
@@ -180,7 +186,8 @@ def load(program: Program, name: str, definition: Statement) -> Any:
     """Run the statements that `definition` needs, in a new module, and return what is called `name` then.
 
     A statement that lacks a name is tried again after the others, so the order of cells does not matter. One that
-    raises is left out, with a note.
+    raises is left out, with a note. `use("l02.append_kv")` returns the notebook's own `append_kv`; no reference is
+    here.
 
     Raises:
         Exception: what `definition` itself raised.
@@ -189,12 +196,22 @@ def load(program: Program, name: str, definition: Statement) -> Any:
     sys.modules["__main__"] = module  # where dataclasses and triton look a function's module up
     space = vars(module)
     space |= {"display": lambda *objects, **options: None, "get_ipython": lambda: None}  # as in a notebook
+
+    def use(exercise: str, function: Any = None) -> Any:
+        own = exercise.partition(".")[2]
+        if function is None and own not in space:
+            raise NameError(f"name {own!r} is not defined", name=own)
+        return function or space[own]
+
+    space["use"] = use
     pending = program.needed(definition)
     while pending:
         postponed = []
         for statement in pending:
             try:
-                exec(_executable(statement), space)
+                exec(statement.code, space)
+                if "use" in statement.binds and isinstance(statement.node, _IMPORTS):
+                    space["use"] = use
             except NameError as error:
                 postponed.append((statement, error))
             except Exception as error:
@@ -239,28 +256,31 @@ def _tree(number: int, source: str) -> ast.Module | Broken:
     return Broken(number, line, getattr(problem, "msg", None) or str(problem), source)
 
 
-def _executable(statement: Statement) -> types.CodeType:
-    """The code of the statement. `mine = use("l02.append_kv")` becomes `mine = append_kv`: no reference is here."""
-    node = statement.node
-    if not (isinstance(node, ast.Assign) and (named := _exercise_of(node.value))):
-        return statement.code
-    name = ast.copy_location(ast.Name(named, ast.Load()), node.value)
-    alias = ast.copy_location(ast.Assign(node.targets, name), node)
-    return compile(ast.Module([alias], []), file_of(statement.cell), "exec", statement.flags, dont_inherit=True)
+def _is_given(statement: Statement, name: str) -> bool:
+    """Whether `load` itself provides what a statement binds to `name`: `from … import use`, or the notebook's own
+    function in `append_kv = use("l02.append_kv")`."""
+    if name == "use":
+        return isinstance(statement.node, _IMPORTS)
+    return isinstance(statement.node, ast.Assign) and name in _used_exercises(statement)
 
 
 def _used_exercises(statement: Statement) -> set[str]:
-    node = statement.node
-    return {_exercise_of(node.value)} - {""} if isinstance(node, ast.Assign) else set()
+    """`append_kv` for each call `use("l02.append_kv")` in a statement."""
+    calls = [node for node in ast.walk(statement.node) if isinstance(node, ast.Call) and node.args]
+    names = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "use"]
+    texts = [name.value for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str)]
+    return {text.partition(".")[2] for text in texts} - {""}
 
 
-def _exercise_of(node: ast.expr) -> str:
-    """`append_kv` for the call `use("l02.append_kv")`, else ""."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "use" and node.args:
-        first = node.args[0]
-        if isinstance(first, ast.Constant) and isinstance(first.value, str):
-            return first.value.partition(".")[2]
-    return ""
+def _defined(node: ast.AST) -> Iterator[str]:
+    """The functions that a top-level statement defines, in loops too, but not in a function or a class."""
+    left = [node]
+    while left:
+        here = left.pop()
+        if isinstance(here, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield here.name
+        elif not isinstance(here, (ast.ClassDef, ast.expr)):
+            left += ast.iter_child_nodes(here)
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:

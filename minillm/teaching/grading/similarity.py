@@ -13,18 +13,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from minillm.teaching.grading.program import Program, is_stub
 
 MIN_NODES = 25
-"""Functions with fewer nodes are alike by necessity."""
+"""Functions with fewer nodes are alike by necessity. They are compared together with the helpers that they call: a
+function of two lines may have all of the answer in a helper."""
 
 
 def shapes_of(program: Program) -> dict[str, list[str]]:
-    """For each written function, by its last definition: the kinds of its nodes, in order, each with its parent's. What
-    is assigned to its name afterwards does not count; a name that is only assigned, `name = other`, is `other`."""
+    """For each written function, by its last definition: the kinds of its nodes, in order, each with its parent's; for
+    a short one (`MIN_NODES`) also those of its helpers. What is assigned to its name afterwards does not count; a name
+    that is only assigned, `name = other`, is `other`."""
     written = {node.name: node for s in program.statements for node in _functions(s.node) if not is_stub(node)}
     for statement in program.statements:
         match statement.node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=other)) if other in written:
                 written.setdefault(name, written[other])
-    return {name: shape(node) for name, node in written.items()}
+    return {name: _with_helpers(name, written) for name in written}
+
+
+def _with_helpers(name: str, written: Mapping[str, ast.AST]) -> list[str]:
+    """The shape of a function; if it is short, also of the written functions that it names, directly or through
+    others."""
+    found, pairs = [name], shape(written[name])
+    if len(pairs) >= MIN_NODES:
+        return pairs
+    for each in found:  # which grows
+        named = {node.id for node in ast.walk(written[each]) if isinstance(node, ast.Name)}
+        found += sorted(other for other in named if other in written and other not in found)
+    nodes = dict.fromkeys(written[each] for each in found)  # a function with two names once
+    return [pair for node in nodes for pair in shape(node)]
 
 
 def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

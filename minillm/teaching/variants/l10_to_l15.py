@@ -179,7 +179,8 @@ _MARKS = (
 
 
 def _attribute(d: Draw) -> Case:
-    time, marks = 0.0, [(0.0, "Start")]
+    time = d.int(0, 64) / 8  # what the clock showed
+    marks = [(time, "Start")]
     for name in _MARKS:
         time += d.int(1, 64) / 8
         marks.append((time, name))

@@ -81,14 +81,6 @@ def computed(llm: LLM, ids: Sequence[int], count: int = SCORED) -> Tensor:
         return _scored(llm, scratch, ids, 0, count)
 
 
-def on_top_of(llm: LLM, spans: Sequence[KVSpan], ids: Sequence[int], count: int = SCORED) -> Tensor:
-    """The same on top of keys and values of the first tokens; what is between them and the last `count` is computed."""
-    with Scratch(llm, len(ids)) as scratch:
-        for span in spans:
-            scratch.write(span)
-        return _scored(llm, scratch, ids, max(span.end for span in spans), count)
-
-
 def _scored(llm: LLM, scratch: Scratch, ids: Sequence[int], known: int, count: int) -> Tensor:
     first = len(ids) - count
     if known < first:

@@ -104,7 +104,29 @@ def test_a_notebook_is_graded_on_its_own_lesson_of_those_that_are_asked_for(grad
     asked = Grader(grader.process, replace(RULES, lessons=("l02", "l06")))
     assert graded(asked, _solved(SECOND)).lessons == ["l02"]
     other = Grader(grader.process, replace(RULES, lessons=("l06",)))
-    assert graded(other, _solved(SECOND)).lessons == ["l06"], "it has no function of it"
+    submission = graded(other, _solved(SECOND))
+    assert (submission.lessons, submission.exercises, submission.status) == (["l02"], [], Status.NOT_ATTEMPTED)
+    assert submission.reason == "it is not for the lessons that are graded (l06)"
+
+
+def test_of_the_lessons_that_are_asked_for_none_is_left_out_that_the_notebook_has_a_part_of(grader: Grader):
+    notebook = _solved(SECOND)
+    for name in ("allocate", "release"):
+        cell = next(cell for cell in _solved("06_paged_blocks")["cells"] if f"def {name}(" in text(cell))
+        notebook["cells"].append(cell)
+    asked = Grader(grader.process, replace(RULES, lessons=("l02", "l06")))
+    submission = graded(asked, notebook)
+    assert (submission.lessons, submission.status) == (["l02", "l06"], Status.FAILED)
+    assert [grade_of(submission, f"l06.{name}").status for name in ("allocate", "slot_mapping")] == [
+        Status.PASSED,
+        Status.NOT_ATTEMPTED,
+    ]
+
+
+def test_a_helper_with_the_name_of_another_lesson_s_function_is_not_graded(grader: Grader):
+    """Lesson 5 has a `cache_bytes`, as lesson 4 has."""
+    asked = Grader(grader.process, replace(RULES, lessons=("l04", "l12", "l15")))
+    assert graded(asked, _solved("05_weights")).exercises == []
 
 
 def test_a_case_that_only_the_grader_tries_is_marked_as_hidden(grader: Grader):
@@ -196,6 +218,29 @@ def test_a_notebook_as_it_was_given_out_is_not_attempted(grader: Grader):
     assert submission.status is Status.NOT_ATTEMPTED
     assert {grade.status for grade in submission.exercises} == {Status.NOT_ATTEMPTED}
     assert {grade.problem for grade in submission.exercises} == {"it is not written yet"}
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "says"),
+    [
+        (
+            "def append_kv(*args):\n    raise NotImplementedError('write append_kv here')\n\n"
+            f"def {TARGET}(config, bytes_per_value):\n    return append_kv(config)",
+            Status.FAILED,
+            "it calls append_kv, which is not written yet: write it",
+        ),
+        (
+            f"for _ in range(1):\n    def {TARGET}(config, bytes_per_value):\n        return 1",
+            Status.NOT_ATTEMPTED,
+            "it is defined inside a loop, which is not run",
+        ),
+    ],
+)
+def test_what_is_not_run_is_told_without_advice_that_was_followed(grader: Grader, source: str, status, says: str):
+    notebook = with_cell(_solved(SECOND), TARGET, source)
+    notebook["cells"] = [cell for cell in notebook["cells"] if text(cell) == source]
+    got = grade_of(graded(grader, notebook), f"l02.{TARGET}")
+    assert (got.status, got.problem) == (status, says)
 
 
 @pytest.mark.parametrize("name", ["l02.append_kv", "l02.offset_mask", "l06.own_block", "l08.copy_kernel"])

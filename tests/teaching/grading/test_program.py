@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import sys
 
 import pytest
@@ -155,6 +156,36 @@ def test_use_takes_the_student_s_own_function():
     assert function(1) == 2
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ('mine, other = use("l02.g"), 1', "def f(x):\n    return mine(x)"),
+        ('from minillm.teaching import use\ng = use("l02.g")\n\ndef f(x):\n    return g(x)',),
+        ("from minillm.teaching import show, use", 'def f(x):\n    assert show\n    return use("l02.g")(x)'),
+        ('table = {"g": use("l02.g")}', 'def f(x):\n    return table["g"](x)'),
+    ],
+)
+def test_use_may_stand_in_any_expression(cells):
+    for order in (cells, cells[::-1]):
+        function, program = loaded(*order, "def g(x):\n    return x + 1")
+        assert function(1) == 2 and program.notes == []
+
+
+def test_use_without_an_own_function_says_which_is_missing():
+    function, _ = loaded('def f(x):\n    return use("l02.g")(x)')
+    with pytest.raises(NameError, match="'g' is not defined"):
+        function(1)
+
+
+def test_of_assignments_in_other_cells_those_before_count():
+    """A notebook's own check has seen those."""
+    f = "def f(x):\n    return SIDES * x"
+    assert loaded("SIDES = 2", f, "SIDES = 3")[0](1) == 2
+    assert loaded("SIDES = 2", "SIDES += 2", f, "SIDES = 3")[0](1) == 4
+    assert loaded(f, "SIDES = 3")[0](1) == 3
+    assert loaded("SIDES = 2", "SIDES = 3\n" + f, "SIDES = 4")[0](1) == 3
+
+
 def test_a_needed_statement_that_fails_is_named_and_the_rest_goes_on():
     function, program = loaded("LIMIT = 1 / 0", "def f(x):\n    return x if x else LIMIT")
     assert function(1) == 1
@@ -204,6 +235,25 @@ def test_only_lines_of_ipython_are_left_out():
     assert python_of(source).splitlines() == [
         "pass", "x = (7", " % 3)", "return_value = 5  # right?", "pass", "pass", "pass", "pass", "pass"
     ]  # fmt: skip
+
+
+def test_lines_of_ipython_on_windows_and_over_several_lines():
+    source = "a = 1\r\nlist?\r\n!pip install x \\\r\n  y\r\nfiles = !ls \\\r\n  z\r\ndef f(x):\r\n    return a\r\n"
+    data = json.dumps({"cells": [{"cell_type": "code", "source": source}]}).encode()
+    for found in (read(data, "x.ipynb"), read(source.encode(), "x.py")):
+        assert python_of(found[0].source).splitlines() == [
+            *("a = 1", "pass", "pass", "", "pass", "", "def f(x):", "    return a")
+        ]
+        assert parse(found).broken == []
+
+
+def test_a_function_in_a_loop_or_a_broken_cell_is_known_and_not_run():
+    program = program_of("for i in range(3):\n    if i:\n        def f(x):\n            return i", "def g(:\n")
+    assert program.in_loops == {"f"} and program.definition("f") is None
+    assert program.functions == {"f", "g"}
+    match = "match 1:\n    case 1:\n        def f(x):\n            def inner(): pass\n\nclass A:\n    def h(self): pass"
+    assert program_of(match).in_loops == {"f"}
+    assert program_of("while True:\n    def f(x): pass", "def f(x):\n    return x").in_loops == set()
 
 
 def test_magics_are_left_out_and_lines_keep_their_numbers():

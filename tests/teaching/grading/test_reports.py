@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from queue import SimpleQueue
 from xml.etree import ElementTree as Xml
 
 import pytest
@@ -19,7 +21,7 @@ from msgspec.structs import replace as with_fields
 from instructors.trial.bundle import bundle
 from instructors.trial.class_of_200 import ROOT
 from minillm.cli import main
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.grading import batch, grades, reports
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
 from minillm.teaching.grading.one_submission import Rules
@@ -160,7 +162,7 @@ def test_a_second_run_grades_only_what_is_new(tmp_path, capsys, monkeypatch):
     (submissions / "link.ipynb").symlink_to(submissions / "bob.ipynb")
     assert main(["grade", str(submissions), "--out", str(out)]) == 0
     told = capsys.readouterr().out
-    assert "2 submissions, 1 unreadable; exercises: 5 passed" in told
+    assert "3 submissions, 2 unreadable; exercises: 5 passed" in told
     assert "Isolation: " in told
     first = (out / "grades.csv").read_text()
     assert {path.name for path in out.iterdir()} >= {"index.html", "grades.json", "junit.xml", "gradescope", "students"}
@@ -288,7 +290,7 @@ def test_bad_arguments_are_named_before_anything_is_graded(tmp_path, capsys, mon
 
 
 def test_find_takes_the_folder_or_the_file_as_the_student(tmp_path):
-    for name in ("alice/a/02.ipynb", "alice/06.ipynb", "bob.ipynb", "carol.IPYNB", "notes.txt"):
+    for name in ("alice/a/02.ipynb", "alice/06.ipynb", "alice/notes.txt", "bob.ipynb", "carol.IPYNB"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     assert [(file.student, file.name) for file in batch.find(tmp_path)] == [
@@ -299,6 +301,116 @@ def test_find_takes_the_folder_or_the_file_as_the_student(tmp_path):
     ]
     with pytest.raises(ConfigError):
         batch.find(tmp_path / "alice" / "none")
+
+
+def test_a_student_without_a_file_to_grade_is_unreadable_and_not_left_out(tmp_path, monkeypatch):
+    for name in ("ann/02.ipynb", "bob/02.ipynb.txt", "carol/hand_in.zip", "cem/.ipynb_checkpoints/02.ipynb", "dan.zip"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{")
+    (tmp_path / "erin").mkdir()
+    (tmp_path / "fay").symlink_to(tmp_path / "ann")
+    (tmp_path / "gil").mkdir()
+    (tmp_path / "gil" / "02.ipynb").symlink_to(tmp_path / "ann" / "02.ipynb")
+    (tmp_path / "many").mkdir()
+    for number in range(5):
+        (tmp_path / "many" / f"{number}.txt").write_text("")
+    for hidden in (".git/config", "report/students/ann.html", "report/grades.json"):
+        (tmp_path / hidden).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / hidden).write_text("")
+    files = batch.find(tmp_path)
+    monkeypatch.setattr(batch, "StudentProcess", lambda *args: nullcontext())
+    graded = batch.grade_all([file for file in files if file.problem], tmp_path / "out", Rules())
+    assert [file.student for file in files if not file.problem] == ["ann"]
+    assert {each.status for each in graded} == {Status.UNREADABLE}
+    none = "no .ipynb or .py file; found "
+    assert {each.student: each.reason for each in graded} == {
+        "bob": f"{none}02.ipynb.txt",
+        "carol": f"{none}hand_in.zip",
+        "cem": f"{none}nothing",
+        "dan": f"{none}dan.zip",
+        "erin": f"{none}nothing",
+        "fay": f"{none}fay (a link, not followed)",
+        "gil": f"{none}02.ipynb (a link, not followed)",
+        "many": f"{none}0.txt, 1.txt, 2.txt, …",
+    }
+
+
+def test_the_modules_of_a_virtual_environment_are_no_submissions(tmp_path):
+    for name in ("amy/02.ipynb", "amy/venv/pyvenv.cfg", "amy/venv/lib/x.py", "amy/env/site-packages/y.py", "bo/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "bo" / "pyvenv.cfg").write_text("")  # made in the folder of the hand-in
+    assert [file.name for file in batch.find(tmp_path)] == ["amy/02.ipynb", "bo/b.py"]
+
+
+def test_a_lesson_that_a_student_has_handed_in_nowhere_is_not_attempted(tmp_path):
+    def graders(tasks, rules, mode):
+        for number, file, key in tasks:
+            named = {"student": file.student, "file": file.name, "key": key}
+            lessons = [] if "other" in file.name else [f"l{file.path.stem}"]
+            found = [exercise(f"{name}.any", Status.FAILED) for name in lessons if name in rules.lessons]
+            yield number, Submission(**named, status=Status.NOT_ATTEMPTED, lessons=lessons, exercises=found)
+
+    for name in ("ann/02.py", "ann/06.py", "bob/02.py", "bob/other.py", "cem/09.py", "cem/other.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    rules = Rules(lessons=("l02", "l06"))
+    graded = batch.grade_all(batch.find(tmp_path), tmp_path / "out", rules, graders=graders)
+    assert [each.file for each in graded[:5]] == ["ann/02.py", "ann/06.py", "bob/02.py", "bob/other.py", "cem/other.py"]
+    assert [(each.student, each.lessons, each.key) for each in graded[5:]] == [
+        ("bob", ["l06"], ""),
+        ("cem", ["l02", "l06"], ""),
+    ]
+    assert {grade.status for each in graded[5:] for grade in each.exercises} == {Status.NOT_ATTEMPTED}
+    assert [len(each.exercises) for each in graded[5:]] == [6, 5 + 6]
+    assert reports.write_all(graded, tmp_path / "out", 0.9)[0].startswith("5 submissions, 0 unreadable")
+    assert "5 submissions of 3 students" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_a_worker_that_can_start_no_process_says_so_as_the_result_of_its_task(monkeypatch) -> None:
+    """An error of a pool's initializer would only break the pool."""
+
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("not on this machine")
+
+    monkeypatch.setattr(batch, "StudentProcess", refuse)
+    monkeypatch.setattr(batch, "_grader", [])
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    slots: SimpleQueue[int] = SimpleQueue()
+    slots.put(0)
+    batch._prepare(slots, STORED, "")
+    with pytest.raises(UnsupportedError, match="not on this machine") as raised:
+        batch._grade_here((0, batch.File(Path("ann.py"), "ann.py", "ann"), "key"))
+    assert str(pickle.loads(pickle.dumps(raised.value))) == "not on this machine"
+
+
+def test_reports_of_submissions_that_are_gone_are_removed(graded, tmp_path):
+    for folder in ("students", "gradescope"):
+        (tmp_path / folder).mkdir()
+    others = [tmp_path / "students" / "list.html", tmp_path / "gradescope" / "config.json"]
+    for other in others:
+        other.write_text("of another program")
+    reports.write_all(graded[:1], tmp_path, 0.9)
+    assert all(other.exists() for other in others), "these reports are the first here"
+    reports.write_all(graded[1:2], tmp_path, 0.9)
+    assert [path.name for path in (tmp_path / "students").iterdir()] == ["bob.html"]
+    assert len(list((tmp_path / "gradescope").iterdir())) == 1
+
+
+def test_what_a_function_imports_from_minillm_is_in_the_table_and_on_the_page():
+    library = ["minillm.cache.prefix.root_hash", "minillm.ops.x<y"]
+    passed = exercise("l06.find_prefix", Status.PASSED, library=library)
+    submission = Submission(student="ann", file="ann.py", key="k", status=Status.PASSED, exercises=[passed])
+    [row] = csv.DictReader(io.StringIO(tables.csv_of([submission])))
+    assert row["library"] == " ".join(library)
+    assert "<td>minillm.cache.prefix.root_hash, minillm.ops.x&lt;y</td>" in page.page_of("ann", [submission])
+
+
+def test_a_file_for_another_lesson_is_no_error_in_junit():
+    other = Submission(student="ann", file="ann/00.ipynb", key="k", status=Status.NOT_ATTEMPTED, reason="not for l02")
+    [suite] = Xml.fromstring(tables.junit_of([other]))
+    assert (suite.get("errors"), suite.get("skipped")) == ("0", "1")
+    assert suite[0].find("skipped").get("message") == "not for l02"
 
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")

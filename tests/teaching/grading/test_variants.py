@@ -47,6 +47,11 @@ def test_cases_are_valid_and_differ_between_students_and_secrets(exercise: Exerc
             assert outcome.changed == (), case.label
 
 
+def test_the_hidden_times_of_a_run_begin_anywhere():
+    begins = {marks[0][0] for student in ("alice", "bob") for (marks,) in values_of(find("l15.attribute"), student)}
+    assert len(begins) > 3
+
+
 def test_no_secret_no_hidden_cases():
     assert hidden_cases(AnswerKey(find("l02.best_r")), b"", "alice") == ()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from minillm.teaching.grading.grades import Status, Submission
 from minillm.teaching.grading.reports import gradescope, page, summary, tables
 from minillm.teaching.grading.reports.names import file_names
+from minillm.teaching.write_file import write_file
 
 ISOLATION = {
     "namespaces": "Each function ran in its own namespaces: no network, its own process numbers, an empty folder to "
@@ -23,19 +24,31 @@ ISOLATION = {
 
 
 def write_all(graded: Sequence[Submission], out: Path, alike: float) -> list[str]:
-    """Write every report to the folder `out`; returns what to tell the user. `alike`: least similarity to list."""
+    """Write every report to the folder `out`; returns what to tell the user. `alike`: least similarity to list.
+
+    The reports of an earlier run on submissions that are no longer there are removed.
+    """
     names = file_names([submission.file for submission in graded])
-    (out / "grades.csv").write_text(tables.csv_of(graded), encoding="utf-8", newline="")
-    (out / "grades.json").write_bytes(tables.json_of(graded))
-    (out / "junit.xml").write_text(tables.junit_of(graded), encoding="utf-8")
+    was_written = (out / "grades.json").exists()
+    write_file(out / "grades.csv", tables.csv_of(graded))
+    write_file(out / "grades.json", tables.json_of(graded))
+    write_file(out / "junit.xml", tables.junit_of(graded))
     for folder in ("gradescope", "students"):
         (out / folder).mkdir(exist_ok=True)
     for submission in graded:
-        result = gradescope.results(submission)
-        (out / "gradescope" / f"{names[submission.file]}.json").write_text(result, encoding="utf-8")
+        write_file(out / "gradescope" / f"{names[submission.file]}.json", gradescope.results(submission))
     pages = page.write_students(graded, out / "students")
-    (out / "index.html").write_text(summary.page_of(graded, pages, ISOLATION, alike), encoding="utf-8")
+    write_file(out / "index.html", summary.page_of(graded, pages, ISOLATION, alike))
+    if was_written:
+        _remove(out / "gradescope", "*.json", {f"{name}.json" for name in names.values()})
+        _remove(out / "students", "*.html", set(pages.values()))
     return _told(graded, out)
+
+
+def _remove(folder: Path, pattern: str, kept: Set[str]) -> None:
+    for path in folder.glob(pattern):
+        if path.name not in kept:
+            path.unlink()
 
 
 def _told(graded: Sequence[Submission], out: Path) -> list[str]:
@@ -44,10 +57,11 @@ def _told(graded: Sequence[Submission], out: Path) -> list[str]:
         for grade in submission.exercises:
             counts[grade.status] += 1
     unreadable = sum(submission.status is Status.UNREADABLE for submission in graded)
+    files = sum(bool(submission.key) for submission in graded)
     found = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
     modes = sorted({submission.isolation for submission in graded if submission.isolation})
     return [
-        f"{len(graded)} submissions, {unreadable} unreadable; exercises: {found or 'none'}",
+        f"{files} submissions, {unreadable} unreadable; exercises: {found or 'none'}",
         *(f"Isolation: {mode}. {ISOLATION[mode]}" for mode in modes),
         f"Reports: {out / 'index.html'}, grades.csv, grades.json, junit.xml, gradescope/, students/",
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
 from minillm.teaching.grading.reports.names import file_name
+from minillm.teaching.write_file import write_file
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -46,7 +47,7 @@ def write_students(graded: Sequence[Submission], folder: Path) -> dict[str, str]
         by_student.setdefault(submission.student, []).append(submission)
     pages = {student: f"{file_name(student)}.html" for student in by_student}
     for student, submissions in by_student.items():
-        (folder / pages[student]).write_text(page_of(student, submissions), encoding="utf-8")
+        write_file(folder / pages[student], page_of(student, submissions))
     return pages
 
 
@@ -81,10 +82,15 @@ def _file(submission: Submission) -> str:
     if submission.exercises:
         points = f"{submission.points} of {len(submission.exercises)} exercises passed"
         rows = [
-            [escape(grade.exercise), said(grade.status), f"{grade.passed_cases} of {grade.num_cases}"]
+            [
+                escape(grade.exercise),
+                said(grade.status),
+                f"{grade.passed_cases} of {grade.num_cases}",
+                escape(", ".join(grade.library)),
+            ]
             for grade in submission.exercises
         ]
-        parts.append(table(points, ("exercise", "status", "cases passed"), rows))
+        parts.append(table(points, ("exercise", "status", "cases passed", "imports from minillm"), rows))
     parts += [f"<p>{escape(note)}</p>" for note in submission.notes]
     parts += [_exercise(grade) for grade in submission.exercises if grade.status is not Status.PASSED]
     return "\n".join(parts)

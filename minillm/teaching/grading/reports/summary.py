@@ -20,7 +20,7 @@ def page_of(
 ) -> str:
     """The summary. `pages`: file name of each student's page; `least_alike`: similarity from which pairs are listed."""
     modes = sorted({submission.isolation for submission in graded if submission.isolation})
-    parts = [f"<p>{len(graded)} submissions of {len(pages)} students.</p>"]
+    parts = [f"<p>{sum(bool(s.key) for s in graded)} submissions of {len(pages)} students.</p>"]
     parts += [f"<p>{escape(isolation[mode])}</p>" for mode in modes]
     parts += [_by_exercise(graded), _mistakes(graded), _submissions(graded, pages), _alike(graded, least_alike)]
     return document("Results of the class", "\n".join(parts))

@@ -15,7 +15,7 @@ from minillm.version import __version__
 
 COLUMNS = (
     *("student", "file", "exercise", "status", "points", "passed_cases", "num_cases"),
-    *("problem", "cause", "mistake", "hidden", "seconds"),
+    *("problem", "cause", "mistake", "hidden", "seconds", "library"),
 )
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -31,9 +31,10 @@ def csv_of(graded: Sequence[Submission]) -> str:
             writer.writerow([_cell(each) for each in [*row, *[""] * (len(COLUMNS) - len(row))]])
         for grade in submission.exercises:
             points = int(grade.status is Status.PASSED)
-            row = [submission.student, submission.file, grade.exercise, grade.status.value, points]
+            row: list[object] = [submission.student, submission.file, grade.exercise, grade.status.value, points]
             row += [grade.passed_cases, grade.num_cases, grade.problem, grade.cause, grade.mistake]
-            writer.writerow([_cell(each) for each in [*row, "yes" if grade.hidden else "", f"{grade.seconds:.3f}"]])
+            row += ["yes" if grade.hidden else "", f"{grade.seconds:.3f}", " ".join(grade.library)]
+            writer.writerow([_cell(each) for each in row])
     return text.getvalue()
 
 
@@ -44,22 +45,24 @@ def json_of(graded: Sequence[Submission]) -> bytes:
 
 
 def junit_of(graded: Sequence[Submission]) -> str:
-    """JUnit XML: a suite per submission, a case per exercise. Not attempted is `skipped`, timeouts and crashes are
-    `error`."""
+    """JUnit XML: a suite per submission, a case per exercise. Not attempted is `skipped`; timeouts, crashes and
+    unreadable files are `error`."""
     top = Xml.Element("testsuites", name="minillm grade")
     for submission in graded:
         statuses = [grade.status for grade in submission.exercises]
+        unreadable = submission.status is Status.UNREADABLE
         counts = {
             "tests": len(statuses) or 1,
             "failures": statuses.count(Status.FAILED),
-            "errors": statuses.count(Status.TIMEOUT) + statuses.count(Status.CRASHED) + (not statuses),
-            "skipped": statuses.count(Status.NOT_ATTEMPTED),
+            "errors": statuses.count(Status.TIMEOUT) + statuses.count(Status.CRASHED) + unreadable,
+            "skipped": statuses.count(Status.NOT_ATTEMPTED) + (not statuses and not unreadable),
         }
         texts = {name: str(count) for name, count in counts.items()}
         suite = Xml.SubElement(top, "testsuite", name=_xml(submission.file), **texts)
         if not statuses:
             case = Xml.SubElement(suite, "testcase", classname=_xml(submission.student), name="the file")
-            Xml.SubElement(case, "error", message=_xml(submission.reason), type=submission.status.value)
+            tag = "error" if unreadable else "skipped"
+            Xml.SubElement(case, tag, message=_xml(submission.reason), type=submission.status.value)
         for grade in submission.exercises:
             _case(suite, submission, grade)
     Xml.indent(top)
