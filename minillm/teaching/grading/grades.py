@@ -72,7 +72,7 @@ class Submission(msgspec.Struct, kw_only=True, frozen=True):
     exercises: list[ExerciseGrade] = []
     notes: list[str] = []
     isolation: str = ""
-    """How its process was closed in: one of `student_process.MODES`."""
+    """How its process was isolated: one of `student_process.MODES`."""
     shapes: dict[str, list[str]] = {}
     """Normalised syntax trees of the exercises' functions, for `similarity`."""
     interrupted: bool = False

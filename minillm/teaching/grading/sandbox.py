@@ -39,7 +39,7 @@ def enter(root: Path, package: Path, slot: int) -> None:
     graders beside each other this is.
 
     Raises:
-        OSError: the system does not allow it. The process may then be half closed in, and must end.
+        OSError: the system does not allow it. The process may then be half isolated, and must end.
     """
     uid, gid = os.geteuid(), os.getegid()
     if uid != 0:
@@ -83,7 +83,7 @@ def hidden(package: Path) -> list[Path]:
 
 
 def begin_run(slot: int) -> None:
-    """In a fresh child of a closed process whose next `fork` has pid 1: see `fork_first`. An empty scratch folder, no
+    """In a fresh child of a sandboxed process whose next `fork` has pid 1: see `fork_first`. An empty scratch folder, no
     privileges, and limits that do not depend on the submission."""
     _mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     if not any(Path("/tmp").iterdir()):  # else minillm or Python itself lives there

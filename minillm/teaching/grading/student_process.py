@@ -26,7 +26,7 @@ from minillm.teaching.grading.messages import Message, Messages
 from minillm.teaching.grading.one_function import Job
 
 MODES = ("namespaces", "landlock", "limits")
-"""How a submission is closed in, the strongest first; `limits`: by limits and an import hook only."""
+"""How a submission is isolated, the strongest first; `limits`: by limits and an import hook only."""
 POLL_SECONDS = 0.1
 START_SECONDS = 120.0
 REPLY_SECONDS = 30.0
