@@ -26,8 +26,8 @@ from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 
-REQUESTS, CONTEXT, BLOCK = 12, 1024, 16
-PROMPT = 900
+REQUESTS, CONTEXT, BLOCK = 24, 512, 16
+PROMPT = 450
 """Tokens of each request that are its prompt, for layouts that compress it."""
 CONFIG = ModelConfig(
     vocab_size=300,
@@ -42,7 +42,7 @@ CONFIG = ModelConfig(
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 REUSED_BYTES = 64 << 20
 """Scratch memory of fewer bytes is used again and not mapped anew by every call, which would take most of the time."""
-OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 700}, "sinks": {"window": 700}, "commvq": {"bits": 4}}
+OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 350}, "sinks": {"window": 350}, "commvq": {"bits": 4}}
 
 
 class SomeTexts(CalibrationTexts):
