@@ -32,7 +32,7 @@ AHEAD = 240
 
 def lines_of(text: str) -> list[str]:
     """The lines of `text`, with their line ends, numbered as by `ast`: `str.splitlines` splits at form feeds, too."""
-    return re.split(r"(?<=\n)", text)
+    return [line for line in re.split(r"(?<=\n)", text) if line]
 
 
 @dataclass(frozen=True)
