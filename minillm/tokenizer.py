@@ -213,8 +213,8 @@ class Detokenizer:
         self._run_is_broken = False
 
     def _may_be_text(self, token_id: int) -> bool:
-        """Whether the run of byte tokens that this one ends may still be whole characters. If not, none of it will ever
-        be, and it is decoded once, at its end."""
+        """Whether the run of byte tokens that this one ends may still be whole characters. If not, what is held back of
+        it never will be, and is decoded once, at the end of the run."""
         if not self._run_is_broken:
             try:
                 self._run.decode(self.tokenizer.token_bytes(token_id))

@@ -11,6 +11,7 @@ from minillm import LLM, SamplingParams
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.errors import MinillmError
 from minillm.trace import Event, RequestFinished, StepFinished, StepRan, TokensCommitted
+from minillm.trace.step_metrics import step_metrics
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -87,3 +88,4 @@ def test_a_scheduler_may_let_a_step_pass(tiny: TinyPair, enforce_eager: bool) ->
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
     assert (len(trace.of(StepFinished)), len(trace.of(StepRan))) == (23, 12)
+    assert [metrics.num_committed_tokens for metrics in step_metrics(trace)] == [2, *[0, 2] * 11]
