@@ -6,6 +6,8 @@ import textwrap
 
 from results import EARLIER, Result, is_of_bundled_weights, load, number, revision, table_head
 
+from minillm.bench.on_gpu.stage_runner import STAGES
+
 LATEST, FIRST = "gpu", "gpu_first"
 """The latest run, and the first one, from which the stages come that the latest left out."""
 RATES = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "bytes": (2**20, "MiB")}
@@ -32,6 +34,9 @@ def gpu_tables() -> str:
     if left_out:
         parts += ["## Stages of an earlier run\n", _about(FIRST)]
         parts += [_section(stage) for stage in left_out]
+    measured = {*_names(LATEST), *_names(FIRST)}
+    if missing := [f"`{stage.name}` ({stage.description})" for stage in STAGES if stage.name not in measured]:
+        parts += ["## Not measured\n", f"Neither run has {', '.join(missing)}.\n"]
     return "\n".join(parts)
 
 
@@ -44,6 +49,8 @@ def _section(stage: Result) -> str:
         lines += ["", *_ops(stage["rows"])]
     if noise := _noise_of_tiles(stage):
         lines += ["", noise]
+    if _without_graphs(stage):
+        lines += ["", "`compiled` is without CUDA graphs, which transformers records by default on a GPU."]
     if stage["status"] != "done":
         lines += ["", f"The stage ended early: {stage['status']}."]
     return "\n".join(lines) + "\n"
@@ -61,6 +68,8 @@ def gpu_words() -> str:
         key=lambda m: m["value"],
     )
     way = fastest["name"].removesuffix(", decode").removeprefix("transformers ")
+    if way.endswith("compiled") and _without_graphs(_stage("bundled")):
+        way += " without CUDA graphs"
     ours = _metric("bundled", "minillm fp32, decode")["value"]
     missed = [f"{WORDS.get(m['name'], m['name'])} ({m['value']:.2f}, asked {m['target']})" for m in _missed()]
     text = (
@@ -72,8 +81,8 @@ def gpu_words() -> str:
         f"{_metric('decode', 'int8 over half')['value']:.2f}× as many with INT8 weights, and "
         f"{_value('decode', 'half batch 128')} tokens/s with 128 requests at once (steps of the model alone, after "
         f"{_stage('decode')['notes']['context']} tokens). The bundled model "
-        f"in float32 decodes {number(ours)} tokens/s, the fastest way of transformers {number(fastest['value'])} "
-        f"({way}{_earlier('bundled')}).{_cut(LATEST)} "
+        f"in float32 decodes {number(ours)} tokens/s, the fastest way of transformers that was tried "
+        f"{number(fastest['value'])} ({way}{_earlier('bundled')}).{_cut(LATEST)} "
         f"What missed its target: {'; '.join(missed) or 'nothing'}. All figures: [docs/gpu.md](docs/gpu.md)."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
@@ -164,6 +173,12 @@ def _noise_of_tiles(stage: Result) -> str:
         f"one, the difference is noise, and elsewhere one below {max(slower):.0%} may be noise, too."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False)
+
+
+def _without_graphs(stage: Result) -> bool:
+    """Whether transformers was compiled without CUDA graphs: a stage that compiles with them notes the mode."""
+    compiled = any("compiled" in metric["name"] for metric in stage["metrics"])
+    return compiled and "compile mode" not in stage["notes"]
 
 
 def _failures(stage: Result) -> dict[str, str]:

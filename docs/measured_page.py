@@ -8,10 +8,23 @@ from functools import partial
 from typing import Any
 
 from ablations_page import ablations
-from results import EARLIER, Result, is_of_bundled_weights, load, number, ratio, revision, row_of, table_head
+from results import (
+    EARLIER,
+    Result,
+    has_extremes_for_intervals,
+    is_of_bundled_weights,
+    load,
+    number,
+    ratio,
+    revision,
+    row_of,
+    table_head,
+)
 from speculation_page import speculation
 
-COLUMNS = ("prompt_tokens", "condition", "steps", "tokens_per_forward", "kv_bytes_per_token")
+from minillm.bench.kernel_products import SCHEMES
+
+COLUMNS = ("prompt_tokens", "setting", "condition", "steps", "tokens_per_forward", "kv_bytes_per_token")
 """Values of a row's `config` that have a column of their own, if they are there."""
 
 
@@ -32,10 +45,10 @@ class Section:
 def verification() -> str:
     """What a forward over five tokens costs, and with which draft it is compared."""
     cost = {name: row_of("verify", f"minillm {name} verify 5")["config"]["verify_over_decode"] for name in PRECISIONS}
-    quantization = load("verify")["config"].get("draft_quantization")
+    quantization = load("verify")["config"]["draft_quantization"]
     return (
         f"The five tokens cost {', '.join(f'{value:.2f} times one ({name})' for name, value in cost.items())}. "
-        f"The draft model is {'in float32 in every line' if quantization is None else f'quantised to {quantization}'}."
+        f"The draft model is quantised to {quantization}."
     )
 
 
@@ -66,13 +79,9 @@ def at_a_time(file: str) -> str:
 
 def prefill_peers(file: str) -> str:
     """What is not as it should be with the systems that prefill is compared with."""
-    rows, notes = load(file)["rows"], []
-    baselines = {row["baseline"] for row in rows if row["system"] == "minillm bf16"}
-    if not any(name.endswith("bf16") for name in baselines):
-        notes.append("`minillm bf16` is compared with fp32: the others were not measured in bf16.")
-    if not any("tried_ms_per_prompt" in row["config"] for row in rows):
-        notes.append("llama.cpp's setting is the one that was faster in a single run with the shortest prompt.")
-    return " ".join(notes)
+    if any("tried_ms_per_prompt" in row["config"] for row in load(file)["rows"]):
+        return ""
+    return "llama.cpp's setting is the one that was faster in a single run with the shortest prompt."
 
 
 PRECISIONS = ("fp32", "int8", "w8a8")
@@ -138,7 +147,8 @@ SECTIONS = (
     Section(
         "decode_0.4b",
         "Decoding at 0.4 billion parameters",
-        "24 layers of 896, random weights in bf16. At this size reading the weights from memory dominates.",
+        "24 layers of 896, random weights in bf16. At this size reading the weights from memory dominates. "
+        "transformers is not compiled: torch.compile takes minutes at this size.",
     ),
     Section(
         "verify_0.4b",
@@ -156,7 +166,8 @@ SECTIONS = (
     Section(
         "decode_0.4b_xeon",
         "Decoding at 0.4 billion parameters, with AMX",
-        "24 layers of 896, random weights in bf16. llama.cpp Q8_0 is left out: it crashes on this processor.",
+        "24 layers of 896, random weights in bf16. transformers is not compiled, as above. llama.cpp Q8_0 is left out: "
+        "it crashes on this processor.",
     ),
     Section(
         "prefill_0.4b_xeon",
@@ -204,8 +215,12 @@ def _how(file: str, result: Result) -> str:
     used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     weights = "" if is_of_bundled_weights(file) else f" Measured {EARLIER}."
     machine = f"{threads}{hardware['name']} ({', '.join(hardware['simd'])})"
+    brackets = ""
+    if "rounds" in config and has_extremes_for_intervals(file):
+        brackets = " In brackets are the lowest and the highest: this result has no intervals."
     return (
-        f"{_rounds(result)}{machine}. {used}. Revision {revision(result)}.{weights} Results: `benchmarks/{file}.json`."
+        f"{_rounds(result)}{machine}. {used}. Revision {revision(result)}.{weights}{brackets} "
+        f"Results: `benchmarks/{file}.json`."
     )
 
 
@@ -241,6 +256,9 @@ def _table(part: Section, result: Result) -> str:
 def kernels() -> str:
     """The section on single ops: the compiled ones for one token, at the larger of both shapes."""
     result = load("kernels")
+    compiled = {row["config"]["op"] for row in result["rows"] if row["config"]["implementation"] == "compiled"}
+    lacking = [f"`{name}`" for name in SCHEMES if name not in compiled]
+    later = f"The result lacks the compiled {' and '.join(lacking)}, which came later.\n" if lacking else ""
     lines = table_head(["op", "tokens in the cache", "µs", "of a copy's bandwidth", "speed over the reference"])
     for row in result["rows"]:
         at = row["config"]
@@ -256,7 +274,7 @@ Every op of the compiled step by itself, for one token at the shape of 0.4 billi
 values that are not in the processor's cache, except where the table says so. Bytes are modelled: the least that the op
 can move. A copy also writes, so an op that only reads can exceed its bandwidth. `minillm bench kernels` has the other
 shapes and numbers of tokens. The reference is the op written plainly in PyTorch, not the fastest way to write it there.
-
+{later}
 {_how("kernels", result)}
 
 """
@@ -279,9 +297,10 @@ def measured(begin: str, parts: Iterable[Section] = SECTIONS) -> str:
 
 {begin.strip()}
 
-`minillm bench` alternates between the systems within one run, with the same weights, prompts and threads. A ratio is
-the median over pairs of runs of the same round. In brackets is where the true median lies with a probability of 95%, or
-from fewer than six rounds the lowest and the highest. An absolute number holds only for its machine, and other work
-shared these machines. A system has a line for each prompt length.
+`minillm bench` alternates between the systems within one run, with the same checkpoint, prompts and threads; a
+system's name says in which precision it computes. A ratio is the median over pairs of runs of the same round. In
+brackets is where the true median lies with a probability of 95%, or from fewer than six rounds the lowest and the
+highest. An absolute number holds only for its machine, and other work shared these machines. A system has a line for
+each prompt length. `setting` is the one in which a peer was fastest in short trials.
 """
     return "\n".join([head, *map(section, parts), speculation(_how), ablations(_how), kernels()])

@@ -14,6 +14,8 @@ BENCHMARKS = ROOT / "benchmarks"
 
 Result = dict[str, Any]
 
+FEWEST_ROUNDS = 6
+"""Fewer rounds give no interval (`minillm.bench.harness.median_interval`)."""
 EARLIER = "with an earlier version of the model's weights"
 
 
@@ -44,6 +46,13 @@ def revision(result: Result) -> str:
         None: " (whether with further changes was not recorded)",
     }
     return f"{result['revision']}{changes[result.get('dirty')]}"
+
+
+def has_extremes_for_intervals(file: str) -> bool:
+    """Whether ratios of six or more rounds lack their intervals, as in results written before there were any."""
+    result = load(file)
+    compared = [row for row in result["rows"] if row["baseline"]]
+    return result["config"]["rounds"] >= FEWEST_ROUNDS and not all(row.get("interval") for row in compared)
 
 
 def ratio(row: Result) -> str:

@@ -217,11 +217,9 @@ def _resting(rows: Sequence[Result]) -> str:
 def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
     """The shape of 0.4 billion parameters, where weights are random and drafts are accepted at given rates."""
     rows, _ = _lines(result)
-    same = result["config"]["counted"] == load("speculation")["config"]["counted"]
-    counted = "" if same else " The whole time of a run counts, with the last tokens of each prompt."
     lines = [
         "At 0.4 billion parameters, w8a8, one request. Weights are random, so drafts are accepted at about the rates "
-        f"of the bundled pair (`synthetic`), whatever the text: what differs between texts is noise.{counted} "
+        "of the bundled pair (`synthetic`), whatever the text: what differs between texts is noise. "
         "`modelled` is as above.\n",
         *table_head(["text", "method", "speed-up", "modelled", "τ", "c", "v"]),
     ]

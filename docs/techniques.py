@@ -253,7 +253,8 @@ ROWS = (
         "Drafting costs almost nothing. With one request it loses on no kind of text, with four it does.",
         lambda: (
             mean("ngram", "c") < 0.05
-            and min(row["ratio"] for row in drafting("ngram")) > 1 > min(row["ratio"] for row in drafting("ngram", 4))
+            and all(row["interval"][1] >= 1 for row in drafting("ngram"))
+            and any(row["interval"][1] < 1 for row in drafting("ngram", 4))
         ),
     ),
     Row(

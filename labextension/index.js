@@ -97,10 +97,11 @@ class Provider {
     }
   }
 
-  /** Show a problem once, not at every key. */
+  /** Show a problem once, not at every key. Numbers in it (of the request, of bytes) may change; a status tells more. */
   _tell(message) {
-    if (!this._told.has(message)) {
-      this._told.add(message);
+    const kind = message.replace(/(answered )?\d+/g, (all, status) => (status ? all : '0'));
+    if (!this._told.has(kind)) {
+      this._told.add(kind);
       Notification.error(`Code completion: ${message}`, { autoClose: 15000 });
     }
   }

@@ -27,7 +27,8 @@ from minillm.errors import (
     NonFiniteLogitsError,
     QueueOverflowError,
 )
-from minillm.llm_engine import LLMEngine, Prompt, check_request_id, check_sampling_params
+from minillm.input_processor import Prompt, check_sampling_params
+from minillm.llm_engine import LLMEngine, check_request_id
 from minillm.output_stream import OutputStream
 from minillm.outputs import RequestOutput
 from minillm.request import Request
@@ -51,7 +52,8 @@ class AsyncLLM:
         self.llm_engine = LLMEngine(args)
         self.max_num_queued_reqs = max_num_queued_reqs
         self.num_unfinished = 0
-        """Sequences that have been accepted and have not ended."""
+        """Sequences that have been accepted and have not ended. With `RequestOutputKind.FINAL_ONLY`, those of a prompt
+        count until all of them have ended."""
         self.dead_error: BaseException | None = None
         """What ended the engine loop, if it has ended."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -128,6 +130,12 @@ class AsyncLLM:
             raise _dead(self.dead_error)
         return stream
 
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests by their ids. Their streams end without another output; unknown ids are ignored. The id of one
+        completion ends all of its prompt."""
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._inbox.put(partial(self._remove_by_id, names))
+
     def shutdown(self, timeout: float | None = None) -> None:
         """End all requests and the engine loop; wait for the running step, at most `timeout` seconds.
 
@@ -146,7 +154,12 @@ class AsyncLLM:
         """In the event loop: the request takes no more room in the queue."""
         if not stream.ended:
             stream.ended = True
-            self.num_unfinished -= stream.num_sequences
+            self._set_unfinished(stream, 0)
+
+    def _set_unfinished(self, stream: OutputStream, number: int) -> None:
+        """In the event loop: so many sequences of the request have not ended."""
+        self.num_unfinished -= stream.num_unfinished - number
+        stream.num_unfinished = number
 
     # ---------------------------------------------------------------------------------------- in the engine's thread
 
@@ -181,6 +194,12 @@ class AsyncLLM:
         if self._streams.get(stream.request_id) is stream:  # it may have finished, and the id may be in use again
             del self._streams[stream.request_id]
             self.llm_engine.abort_request(stream.request_id)
+
+    def _remove_by_id(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (stream := self._streams.get(prompt_id_of(name))) is not None:
+                self._remove(stream)
+                self._deliver([(stream, None, None)])
 
     def _step(self) -> None:
         """One step. If it fails, the request that it failed for ends; if that is not known, all requests in the engine
@@ -246,6 +265,8 @@ class AsyncLLM:
                 stream.put(output, error)
                 if output is None or output.finished:
                     self._end(stream)
+                else:
+                    self._set_unfinished(stream, sum(not choice.finished() for choice in output.outputs))
 
 
 def _run_loop(engine: weakref.ref[AsyncLLM], inbox: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -4,8 +4,10 @@ depend on the size of the machine."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from minillm.errors import ConfigError, UnknownOptionError
@@ -13,6 +15,10 @@ from minillm.errors import ConfigError, UnknownOptionError
 POLICIES = ("fcfs", "priority")
 DISTRIBUTED_BACKENDS = (None, "mp", "external_launcher")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+DTYPE_ALIASES = {"float": "float32", "half": "float16"} | {f"torch.{name}": name for name in DTYPES[1:]}
+"""vLLM's other names for a dtype, and PyTorch's own dtypes as `str` writes them."""
+DEFAULT_IF_NONE = {"max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"}
+"""Options that are None by default in vLLM, which then chooses them by device and model."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,8 @@ class EngineArgs:
     model: str
     """A bundled name (`minicoder`), a local Hugging Face folder, or a hub id."""
     dtype: str = "auto"
-    """`auto`: float32 on a CPU; on a GPU the checkpoint's dtype (float16 if the GPU has no bfloat16)."""
+    """`auto`: float32 on a CPU; on a GPU the checkpoint's dtype (float16 if the GPU has no bfloat16). Others:
+    `DTYPES`, `DTYPE_ALIASES` and PyTorch's own."""
     device: str = "auto"
     """`auto`: a GPU if there is one, else the CPU."""
     seed: int = 0
@@ -67,6 +74,11 @@ class EngineArgs:
     """Functions that replace the cache layout's operations: `{"paged_attention": function}`."""
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            given = plain(getattr(self, f.name))
+            if given is None and f.name in DEFAULT_IF_NONE:
+                given = f.default
+            object.__setattr__(self, f.name, DTYPE_ALIASES.get(str(given), given) if f.name == "dtype" else given)
         for name in ("enforce_eager", "enable_chunked_prefill"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -128,10 +140,10 @@ class EngineArgs:
         return length
 
     @classmethod
-    def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineArgs:
+    def from_options(cls, model: str | os.PathLike[str], options: Mapping[str, Any]) -> EngineArgs:
         """Raises `UnknownOptionError` for an unknown option, `ConfigError` for an invalid value."""
         reject_unknown("LLM", options, {f.name for f in fields(cls)} - {"model"})
-        return cls(model, **options)
+        return cls(plain(model), **options)
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,17 @@ class CacheConfig:
         """Read the two options of `LLM`. All keys of `kv_cache_config` except `layout` are options of the layout."""
         options = dict(kv_cache_config or {})
         return cls(options.pop("layout", "paged"), kv_cache_dtype, options)
+
+
+def plain(value: Any) -> Any:
+    """An option as Python's own type: a path as text, an integer of NumPy as `int`; also inside of a mapping."""
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    return value
 
 
 def reject_unknown(where: str, options: Mapping[str, Any], known: set[str]) -> None:

@@ -14,8 +14,6 @@ SIMD = (
     *("asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
 """Instruction sets that change how fast a kernel is, named as the operating system names them."""
-LOW_MEMORY_BYTES = 10**9
-"""With less memory free, a lesson may fail; the lessons are built to need no more."""
 
 
 @dataclass(frozen=True)

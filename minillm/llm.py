@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
@@ -14,11 +17,15 @@ from minillm.config import EngineArgs
 from minillm.engine.engine import Engine
 from minillm.errors import ConfigError, PromptError
 from minillm.fill_in_the_middle import fim_prompt
-from minillm.llm_engine import LLMEngine, Prompt
+from minillm.input_processor import Prompt
+from minillm.llm_engine import LLMEngine
 from minillm.outputs import RequestOutput
 from minillm.request import Request
 from minillm.sampling import SamplingParams
 from minillm.trace import Trace
+
+if TYPE_CHECKING:
+    from minillm.chat_template import ChatTemplate
 
 
 class LLM:
@@ -39,9 +46,10 @@ class LLM:
 
     __signature__: ClassVar = inspect.signature(EngineArgs)
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self.model = model
-        self.llm_engine = LLMEngine(EngineArgs.from_options(model, options))
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        args = EngineArgs.from_options(model, options)
+        self.model = args.model
+        self.llm_engine = LLMEngine(args)
 
     @property
     def engine(self) -> Engine:
@@ -59,7 +67,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt. Returns one output per prompt, in the same order.
 
@@ -79,6 +87,50 @@ class LLM:
                 outputs |= ended
                 bar.update(len(ended))
             return [outputs[index] for index in range(len(groups))]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: `[{"role": "user", "content": "…"}, …]`, or a list of those.
+
+        A Jinja template writes each as a prompt: the text `chat_template`, or else the checkpoint's.
+        `add_generation_prompt` ends the prompt with the beginning of an answer; `continue_final_message` has the model
+        go on with the last message instead. The template gets `tools` and `chat_template_kwargs`.
+
+        Raises the errors of `generate` and of `ChatTemplate.render`.
+        """
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        several = is_list and not (messages and isinstance(messages[0], Mapping))
+        texts = [
+            self._chat_template.render(
+                conversation,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=chat_template_kwargs,
+            )
+            for conversation in (messages if several else [messages])
+        ]
+        encode = self.engine.tokenizer.encode  # the template has written the special tokens
+        prompts = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in texts]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        from minillm.chat_template import ChatTemplate  # here, because Jinja takes a moment to import
+
+        return ChatTemplate(self.engine.tokenizer, self.model)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The completion of one prompt as an iterator of pieces of text. Closing the iterator aborts the request.
@@ -112,7 +164,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[Request]:
         """Queue prompts without running them, for callers that run `engine.step()` themselves.
 
@@ -149,22 +201,20 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[list[Request]]:
         """Check all arguments. Returns, for each prompt, one unqueued request per completion."""
-        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
+        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | bytearray | Mapping)
         prompts = list(prompts) if several else [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
-        priority = [0] * len(prompts) if priority is None else priority
-        for what, given, others in (
-            ("sampling params", sampling_params, ", or one for all"),
-            ("priorities", priority, ""),
-        ):
+        if priority is None or (isinstance(priority, Integral) and not isinstance(priority, bool)):
+            priority = [int(priority or 0)] * len(prompts)
+        for what, given in (("sampling params", sampling_params), ("priorities", priority)):
             if not isinstance(given, Sequence):
-                raise ConfigError(f"{given!r} are no {what}; give one for each prompt in a list{others}")
+                raise ConfigError(f"{given!r} are no {what}; give one for each prompt in a list, or one for all")
             if len(given) != len(prompts):
-                raise ConfigError(f"{len(given)} {what} for {len(prompts)} prompts; give one each{others}")
+                raise ConfigError(f"{len(given)} {what} for {len(prompts)} prompts; give one each, or one for all")
         return [
             self.llm_engine.prepare(prompt, params, rank)
             for prompt, params, rank in zip(prompts, sampling_params, priority, strict=True)

@@ -6,31 +6,26 @@ The names are vLLM's: `LLMEngine.from_engine_args(EngineArgs(model=...))`, `add_
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import chain, count
-from numbers import Integral
-from typing import Any
+from itertools import chain
 
-from minillm.config import CacheConfig, EngineArgs, reject_unknown
+from minillm.config import CacheConfig, EngineArgs
 from minillm.engine.assembly import assemble
 from minillm.engine.engine import Engine
-from minillm.errors import ConfigError, MinillmError, NonFiniteLogitsError, PromptError, RequestTooLargeError
+from minillm.errors import MinillmError, NonFiniteLogitsError
+from minillm.input_processor import InputProcessor, Prompt
 from minillm.outputs import CompletionOutput, RequestOutput
-from minillm.request import Request, request_seed
+from minillm.request import Request
 from minillm.sampling import RequestOutputKind, SamplingParams
 from minillm.speculative.config import SpeculativeConfig
-from minillm.tokenizer import Detokenizer
 from minillm.trace import EngineStarted, Trace
 from minillm.trace.request_metrics import MetricsWatcher, prompt_id_of
 
-Prompt = str | Mapping[str, Any]
-"""Text, or `{"prompt_token_ids": [...]}`, or `{"prompt": "text"}`; a mapping may add a `cache_salt`."""
-
-MOST_FAILED_STEPS = 1000
-"""So many steps in a row of one `LLMEngine.run` may fail for a request of another caller, who is expected to step and
-get the error. After that it is raised there, because nobody steps for that request."""
+MAX_FAILED_STEPS = 1000
+"""After so many consecutive failures for another caller's request, `LLMEngine.run` raises the error itself: nobody else
+steps for that request."""
 
 
 class LLMEngine:
@@ -49,10 +44,16 @@ class LLMEngine:
         self.model = args.model
         self.max_model_len = built.max_model_len
         self.metrics = MetricsWatcher()
-        self._seed = args.seed
-        self._numbers = count()
-        """Of the prompts. Any thread may take the next one, also during a step."""
         self._groups: dict[str, list[Request]] = {}
+        self.input_processor = InputProcessor(
+            self.engine.runner.model.config,
+            self.engine.tokenizer,
+            self.engine.pool,
+            self.max_model_len,
+            args.seed,
+            shares_prompts=self.engine.runner.cache.supports_prefix_sharing,
+            names_in_use=self._groups,
+        )
         self._started = EngineStarted(
             model=args.model,
             draft_model=speculative.model if speculative else None,
@@ -92,7 +93,7 @@ class LLMEngine:
 
     def default_sampling_params(self) -> SamplingParams:
         """For requests without parameters: the values in the checkpoint's `generation_config.json`, as in vLLM."""
-        return SamplingParams(**self.engine.runner.model.config.sampling_defaults)
+        return self.input_processor.default_sampling_params()
 
     def add_prepared(self, request_id: str, group: Sequence[Request]) -> None:
         """The second half of `add_request`, for a caller that has called `prepare` with this id, perhaps in another
@@ -157,7 +158,7 @@ class LLMEngine:
             failures = 0
             while left:
                 with self.engine.lock:  # so that no other thread's step is in the middle of a request that is read here
-                    others = self._failed_for_others(left.values(), nobody_else_steps=failures >= MOST_FAILED_STEPS)
+                    others = self._failed_for_others(left.values(), nobody_else_steps=failures >= MAX_FAILED_STEPS)
                     ended = self._ended_among(left)
                     outputs = {i: self.output(groups[i]) for i in sorted(places[name] for name in ended)}
                     for name in ended:
@@ -216,103 +217,12 @@ class LLMEngine:
             with self.engine.lock:
                 self.engine.listeners.remove(trace.append)
 
-    def room_after(self, num_prompt_tokens: int) -> int:
-        """The most tokens that can follow a prompt in the context and in the block pool; below 1 if there is no room
-        for any. The last token of an output is never computed, so it needs no slot in the pool."""
-        pool = self.engine.pool
-        return min(self.max_model_len, pool.num_blocks * pool.block_size + 1) - num_prompt_tokens
-
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, request_id: str | None = None
     ) -> list[Request]:
-        """Check a prompt. Returns one unqueued request per completion.
-
-        Without `params`, the defaults count. A default `max_tokens`, and one of None, end where the context or the
-        block pool ends (`room_after`). Any thread may call it; it does not wait for a running step.
-
-        Raises `PromptError`, `ConfigError`, or `RequestTooLargeError` for a prompt that alone fills the block pool. A
-        `max_tokens` that was asked for is checked against the pool by `queue`.
-        """
-        check_sampling_params(params)
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ConfigError(f"priority={priority!r} must be an integer; lower runs first")
-        text, token_ids, salt = self._read_prompt(prompt)
-        is_default = params is None
-        if params is None:
-            params = self.default_sampling_params()
-        max_tokens = room = self.room_after(len(token_ids))
-        if params.max_tokens is not None:
-            max_tokens = min(params.max_tokens, room) if is_default else params.max_tokens
-        if len(token_ids) + max(max_tokens, 1) > self.max_model_len:
-            fix = "shorten the prompt or lower max_tokens" if max_tokens > 1 else "shorten the prompt"
-            raise PromptError(
-                f"{len(token_ids)} prompt tokens and {max(max_tokens, 1)} new ones are over the context of "
-                f"{self.max_model_len}; {fix}"
-            )
-        if max_tokens < 1:
-            pool = self.engine.pool
-            raise RequestTooLargeError(
-                f"{len(token_ids)} prompt tokens need {pool.blocks_for(len(token_ids))} blocks, the pool has "
-                f"{pool.num_blocks}; shorten the prompt, or raise num_kv_blocks or kv_cache_memory_bytes"
-            )
-        self._check_against_model(params, max_tokens)
-        number = self._next_number(is_request_id=request_id is None)
-        name = str(number) if request_id is None else request_id
-        tokenizer = self.engine.tokenizer
-        eos = self._eos_ids
-        stop_ids = params.all_stop_token_ids | (frozenset() if params.ignore_eos else eos)
-        group: list[Request] = []
-        for index in range(params.n):
-            detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, token_ids) if params.detokenize else None
-            request = Request(
-                request_id=f"{name}#{index}" if params.n > 1 else name,
-                prompt=text,
-                token_ids=list(token_ids),
-                num_prompt_tokens=len(token_ids),
-                params=params,
-                max_tokens=max_tokens,
-                seed=request_seed(params.seed, self._seed, number, index),
-                index=index,
-                priority=priority,
-                cache_salt=salt,
-                fork_of=group[0] if group and self.engine.runner.cache.supports_prefix_sharing else None,
-                stop_ids=stop_ids,
-                eos_ids=eos,
-                eos_id=tokenizer.eos_id,
-                detokenizer=detokenizer,
-            )
-            group.append(request)
-        return group
-
-    @property
-    def _eos_ids(self) -> frozenset[int]:
-        config, own = self.engine.runner.model.config, self.engine.tokenizer.eos_id
-        is_usable = own is not None and own < config.vocab_size
-        return frozenset((*config.eos_token_ids, own) if is_usable else config.eos_token_ids)
-
-    def _next_number(self, is_request_id: bool) -> int:
-        """The number of the next prompt. If it also becomes the request id, ids in use are skipped."""
-        number = next(self._numbers)
-        while is_request_id and str(number) in self._groups:
-            number = next(self._numbers)
-        return number
-
-    def _check_against_model(self, params: SamplingParams, max_tokens: int) -> None:
-        """Raise `ConfigError` if `params` do not fit the model's vocabulary or `max_tokens`."""
-        vocab_size = self.engine.runner.model.config.vocab_size
-        unknown = [token for token in params.stop_token_ids or () if token >= vocab_size]
-        if unknown:
-            raise ConfigError(f"stop_token_ids has {unknown[0]}; ids must be integers from 0 to {vocab_size - 1}")
-        if params.min_tokens > max_tokens:
-            raise ConfigError(
-                f"min_tokens={params.min_tokens}: the prompt leaves room for {max_tokens} tokens; lower it or shorten "
-                "the prompt"
-            )
-        if params.min_tokens and len(params.all_stop_token_ids | self._eos_ids) >= vocab_size:
-            raise ConfigError(
-                f"min_tokens={params.min_tokens}: every token of the vocabulary ends the text, so none can come first; "
-                "lower it to 0, or give fewer stop_token_ids"
-            )
+        """See `InputProcessor.process_inputs`. A `max_tokens` that was asked for is checked against the pool by
+        `queue`."""
+        return self.input_processor.process_inputs(prompt, params, priority, request_id)
 
     def queue(self, groups: Sequence[Sequence[Request]], is_awaited: bool = False) -> None:
         """Queue prepared requests in order. Queues none of them if one is larger than the block pool, if an id is in
@@ -368,47 +278,6 @@ class LLMEngine:
             num_cached_tokens=metrics.num_cached_tokens,
             metrics=metrics,
         )
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str, list[int], str]:
-        """Check a prompt. Returns its text, its token ids and its cache salt."""
-        tokenizer = self.engine.tokenizer
-        text, token_ids, salt = prompt, None, ""
-        if isinstance(prompt, Mapping):
-            reject_unknown("a prompt", prompt, {"prompt", "prompt_token_ids", "cache_salt"})
-            text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
-            if not isinstance(salt, str):
-                raise PromptError(f"cache_salt must be text, not {type(salt).__name__}")
-        if token_ids is None:
-            if not isinstance(text, str):
-                raise PromptError(
-                    f"a prompt must be text, or {{'prompt_token_ids': [...]}} for token ids, not {type(text).__name__}"
-                )
-            token_ids = tokenizer.encode(text)
-        elif not isinstance(text, str | None):
-            raise PromptError(f"prompt={text!r} must be text")
-        if not isinstance(token_ids, Iterable) or isinstance(token_ids, Mapping | Set):
-            raise PromptError(f"prompt_token_ids={token_ids!r} must be a sequence of token ids")
-        token_ids = list(token_ids)
-        if not token_ids:
-            raise PromptError("the prompt is empty; give at least one token")
-        check_token_ids(token_ids, self.engine.runner.model.config.vocab_size)
-        token_ids = list(map(int, token_ids))  # NumPy's integers too
-        if text is None:
-            text = tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text, token_ids, salt
-
-
-def check_token_ids(token_ids: Sequence[Any], vocab_size: int) -> None:
-    """Raise `PromptError` for what is no token of the vocabulary."""
-    for position, token in enumerate(token_ids):
-        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise PromptError(f"prompt token {position} is {token!r}; ids must be integers from 0 to {vocab_size - 1}")
-
-
-def check_sampling_params(params: SamplingParams | None) -> None:
-    """Raise `ConfigError` for anything else."""
-    if params is not None and not isinstance(params, SamplingParams):
-        raise ConfigError(f"sampling params {params!r} must be SamplingParams(…), not {type(params).__name__}")
 
 
 def check_request_id(request_id: str) -> None:

@@ -19,7 +19,8 @@ class OutputStream:
 
     def __init__(self, request_id: str, num_sequences: int, abort: Callable[[OutputStream], None]) -> None:
         self.request_id = request_id
-        self.num_sequences = num_sequences
+        self.num_unfinished = num_sequences
+        """Sequences that have not ended, as far as the event loop has been told."""
         self.arrival_time = time.perf_counter()
         self.loop = asyncio.get_running_loop()
         self.ended = False

@@ -61,7 +61,7 @@ class Request:
     """Position in the order of arrival, set by the scheduler."""
     text: str = ""
     """The text of the output so far, cut off at a stop string."""
-    num_read_tokens: int = 0
+    num_detokenized_tokens: int = 0
     """Output tokens that `text` and `finish_reason` take into account: all of them, unless a step was interrupted."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -43,7 +43,8 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Read `tokenizer.json`, or convert an older format with transformers.
 
-        Raises `CheckpointError` if `folder` has no tokenizer that can be read, or a broken `tokenizer_config.json`.
+        Raises `CheckpointError` if `folder` has no tokenizer that can be read, a broken `tokenizer_config.json`, or a
+        broken `special_tokens_map.json` that is needed.
         """
         file = Path(folder) / "tokenizer.json"
         if file.is_file():
@@ -52,7 +53,7 @@ class Tokenizer:
                 tokenizer = cls(tokenizers.Tokenizer.from_file(str(file)), Path(folder))
         else:
             tokenizer = cls(_convert(Path(folder)), Path(folder))
-        _ = tokenizer._config  # raises here, not at the first prompt
+        _ = tokenizer.eos_id  # raises here, not at the first prompt
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -124,8 +125,9 @@ class Tokenizer:
 
     @cached_property
     def eos_id(self) -> int | None:
-        """The token that ends a text, which `tokenizer_config.json` names; None if it names none of the vocabulary."""
-        named = self._config.get("eos_token")
+        """The token that ends a text, which `tokenizer_config.json` names or, in older checkpoints, only
+        `special_tokens_map.json`; None if they name none of the vocabulary."""
+        named = self._config.get("eos_token") or self._read("special_tokens_map.json").get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named
         return self.backend.token_to_id(text) if isinstance(text, str) else None
 
@@ -136,8 +138,11 @@ class Tokenizer:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        """`tokenizer_config.json`; empty without it. Raises `CheckpointError` if it cannot be read as a JSON object."""
-        file = self.folder / "tokenizer_config.json"
+        return self._read("tokenizer_config.json")
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """A file of the folder; empty without it. Raises `CheckpointError` if it cannot be read as a JSON object."""
+        file = self.folder / name
         return read_json(file) if file.exists() else {}
 
     def same_vocabulary(self, other: Tokenizer) -> bool:

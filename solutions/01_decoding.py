@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.models.held_out import held_out_prompts
-from minillm.models.loading import load_model, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_model
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.tokenizer import Tokenizer
 
@@ -441,9 +442,9 @@ claim("Your function draws the same tokens as the engine.", same == tried)
 # %% [markdown]
 # ### Exercise 4: the loop
 #
-# Now write text. `forward(ids)` gives logits for a list of ids. Pass it the whole text, take the largest logit of the
-# *last* row, append that token, repeat. One token of the vocabulary means "here the text ends" (**end of text**, EOS).
-# When it is chosen, stop.
+# Now write text. `forward(ids)` gives logits for a list of ids. Pass it the whole text (there is no
+# [KV cache](glossary.md#kv-cache) yet), take the largest logit of the *last* row, append that token, repeat. One token
+# of the vocabulary means "here the text ends" (**end of text**, EOS). When it is chosen, stop.
 
 
 # %%
@@ -583,7 +584,7 @@ with_cache = [ForwardWork(event.num_tokens, event.num_new, event.num_new) for ev
 AttentionWorkView(Trace(with_cache))
 
 # %% [markdown]
-# That is the **[KV cache](glossary.md#kv-cache)**, and lesson 2 builds it. Note the last row of the triangle: the
+# That is the **KV cache**, and lesson 2 builds it. Note the last row of the triangle: the
 # newest query is still compared with every key. It is often said that "caching avoids recomputing attention". That is
 # true of the old rows only, and it leaves out the larger saving in short texts: the linear layers of these rows. Lesson
 # 2 measures what is left.

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.models.loading import load_model, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_model
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.tokenizer import Tokenizer
 

@@ -362,24 +362,26 @@ check("l06.own_block")
 # %% [markdown]
 # ### See: shared pages
 #
-# Both functions run inside the engine through a scheduler (`scheduler_cls`). It calls *your* `find_prefix` to find the
-# blocks that a new request can share, and *your* `own_block` before a request writes into a shared block.
+# The engine's scheduler asks a **KV cache manager** for blocks. This one calls *your* `find_prefix` to find the blocks
+# that a new request can share, and *your* `own_block` before a request writes into a shared block. A scheduler
+# (`scheduler_cls`) that names it brings it into the engine.
 
 # %%
-from minillm.engine.scheduler import Scheduler, SharedBlocks
+from minillm.engine.kv_cache_manager import KVCacheManager, SharedBlocks
+from minillm.engine.scheduler import Scheduler
 from minillm.trace import BlockCopied, BlocksShared, StepRan
 
 my_find, my_own = use("l06.find_prefix"), use("l06.own_block")
 
 
-class MyScheduler(Scheduler):
-    """The engine's scheduler with your prefix search and your copy on write."""
+class MyManager(KVCacheManager):
+    """The engine's KV cache manager with your prefix search and your copy on write."""
 
     cache = None  # the engine's paged cache, set below: own_block copies keys and values in it
 
-    def _find_shared_blocks(self, request):
+    def get_computed_blocks(self, request):
         if request.fork_of is not None and not request.fork_of.finished:
-            return super()._find_shared_blocks(request)  # another completion of a prompt shares all its blocks
+            return super().get_computed_blocks(request)  # another completion of a prompt shares all its blocks
         size = self.pool.block_size
         found = my_find(request.token_ids, self.pool._block_with, size, request.cache_salt)
         return SharedBlocks(found, len(found) * size, "prefix")
@@ -392,6 +394,10 @@ class MyScheduler(Scheduler):
         self.emit(BlockCopied(request.request_id, source, request.block_table[index]))
 
 
+class MyScheduler(Scheduler):
+    kv_cache_manager_cls = MyManager
+
+
 # %% [markdown]
 # Four requests have a common prefix; the last of them asks for three completions. Its first completion finds the prefix
 # in the cache, like the second and the third request. Its other two completions are **forks** of the first: they get
@@ -402,7 +408,7 @@ beginning = 'class Inventory:\n    """Counts of the things in a shop, by name.""
 endings = ["    def add(self, name", "    def remove(self, name", "    def total(self", "    def names(self"]
 llm = mine = None  # free both engines: each holds its own copy of the weights
 sharing = LLM(NAME, **PLAIN, num_kv_blocks=40, scheduler_cls=MyScheduler, enable_prefix_caching=True)
-MyScheduler.cache = sharing.engine.runner.cache
+MyManager.cache = sharing.engine.runner.cache
 several = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
 params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [several]
 
@@ -461,7 +467,7 @@ ReplayWidget(CachePagesView(trace))
 # runs on a machine, which takes up to two minutes behind a progress bar.)
 
 # %%
-sharing = MyScheduler.cache = None
+sharing = MyManager.cache = None
 SIZES = (1, 4, 16, 64, 256)
 measured = {}
 for size in SIZES:
@@ -593,11 +599,11 @@ claim(
 #
 # ## Break it
 #
-# Here are five schedulers with one mistake each. They run eight requests, four with one common prefix and four with
-# another, two of them with two completions. Each scheduler gets three checks. Does every request get the same tokens as
-# when it runs alone? Is the pool consistent after every step (`check_integrity`: free + used = all, reference counts =
-# owners)? Are all blocks free at the end? **Guess first:** which mistakes does only the comparison of tokens catch, and
-# which only the checks of the pool?
+# Here are five KV cache managers with one mistake each. They serve eight requests, four with one common prefix and four
+# with another, two of them with two completions. Each manager gets three checks. Does every request get the same tokens
+# as when it runs alone? Is the pool consistent after every step (`check_integrity`: free + used = all, reference counts
+# = owners)? Are all blocks free at the end? **Guess first:** which mistakes does only the comparison of tokens catch,
+# and which only the checks of the pool?
 
 # %%
 from minillm.teaching.workshop.l06_broken import BROKEN
@@ -621,14 +627,18 @@ expected = examine(LLM(NAME, **PLAIN, **small, enable_prefix_caching=False), [[j
 # %%
 print(f"{'':15} same tokens   pool           not freed")
 results = {}
-for kind in (Scheduler, *BROKEN):
-    seen = examine(LLM(NAME, **PLAIN, **small, scheduler_cls=kind), [jobs])
+for kind in (KVCacheManager, *BROKEN):
+
+    class Examined(Scheduler):
+        kv_cache_manager_cls = kind
+
+    seen = examine(LLM(NAME, **PLAIN, **small, scheduler_cls=Examined), [jobs])
     same = sum(a == b for a, b in zip(seen.tokens, expected, strict=True))
     results[kind.__name__] = (same == len(expected), seen.consistent and not seen.num_not_freed)
     pool = "consistent" if seen.consistent else "WRONG"
     print(f"{kind.__name__:15} {same:2} of {len(expected)}      {pool:10} {seen.num_not_freed:7} blocks")
 contents = ("NoCopyOnWrite", "EmptyCopy", "SharesHalfFull", "ForgetsParents")
-claim("The engine's own scheduler makes no mistake.", results["Scheduler"] == (True, True))
+claim("The engine's own manager makes no mistake.", results["KVCacheManager"] == (True, True))
 claim(
     "Four mistakes change tokens and leave the pool consistent.",
     all(results[name] == (False, True) for name in contents),

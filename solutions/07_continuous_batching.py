@@ -229,8 +229,8 @@ check("l07.choose_victim")
 # The engine's scheduler is a class (`scheduler_cls`), and this is one with your decisions. Before every step the engine
 # calls `schedule`, which calls `_schedule_running` and then, unless a request was preempted, `_schedule_waiting` with
 # the rest of the budget. `schedule` is inherited. So are the two queues, `rank` (the pair of numbers of exercise 4),
-# `_reserve_slots` (give a request the blocks for its next tokens; false if too few are free) and `_preempt` (free all
-# blocks of a request and put it back into the queue).
+# `_preempt` (free all blocks of a request and put it back into the queue) and the KV cache manager, whose
+# `allocate_slots` gives a request the blocks for its next tokens (false if too few are free).
 
 # %%
 from minillm.engine.scheduler import Scheduled, Scheduler
@@ -247,7 +247,7 @@ class MyScheduler(Scheduler):
         scheduled, preempted = [], False
         while queue:
             request, share = queue.pop(0), shares.pop(0)
-            while not self._reserve_slots(request, request.num_computed_tokens, share):
+            while not self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens, share):
                 left = [request, *queue]
                 victim = left[my_victim([self.rank(r) for r in left])]
                 self._preempt(victim)
@@ -264,7 +264,7 @@ class MyScheduler(Scheduler):
         queue, seats = list(self.waiting), self.config.max_num_seqs - len(self.running)
         shares = my_admit([r.num_tokens for r in queue], budget, seats, self.pool.num_free, self.pool.block_size)
         for request, share in zip(queue, shares, strict=False):
-            self._reserve_slots(request, 0, share)
+            self.kv_cache_manager.allocate_slots(request, 0, share)
             self.running.append(request)
             self.waiting.remove(request)
             scheduled.append(Scheduled(request, 0, share))

@@ -61,8 +61,8 @@ print("draft model, q", *(f"{x:8.1%}" for x in q_row.tolist()))
 # ## The question, in numbers
 #
 # To count everything, we use a language of three words. After some text, the target continues with the probabilities
-# *p* above, the draft model with *q*. Both are taken *after* temperature, penalties, top-k and top-p: p is the distribution
-# that the target would sample from, q the one that the draft was sampled from.
+# *p* above, the draft model with *q*. Both are taken *after* temperature, top-k and top-p: p is the distribution that the
+# target would sample from, q the one that the draft was sampled from.
 #
 # The draft model says `for` in half of all cases. The target wants it in a quarter of them. If every draft were kept, the
 # text would be the draft model's.
@@ -72,7 +72,8 @@ print("draft model, q", *(f"{x:8.1%}" for x in q_row.tolist()))
 # Write a number for each before you go on.
 #
 # 1. A rule keeps the text exactly the target's and accepts as many drafts as possible. How many of 100 does it accept?
-# 2. An article accepts a draft x with probability min(1, p(x)). How many of 100 does *that* accept?
+# 2. An article accepts a draft x with probability min(1, p(x)). How many of 100 does *that* accept, to
+#    the nearest whole number?
 # 3. A third rule is the first one with one mistake: after a rejection it samples a word from p, "because p is the target's
 #    distribution". How often does it write `for`, in percent? (The target: 25.)
 
@@ -186,7 +187,7 @@ print("recovered      ", *(f"{x:8.1%}" for x in ((1 - alpha) * recovered).tolist
 print("together       ", *(f"{x:8.1%}" for x in written.tolist()))
 print("from p instead ", *(f"{x:8.1%}" for x in mistaken.tolist()))
 claim("Accepted and recovered together are the target's distribution.", torch.allclose(written, p_row, atol=1e-12))
-reveal("l10.mistake", round(100 * float(mistaken[0]), 1))
+reveal("l10.mistake", 100 * float(mistaken[0]))
 claim(
     "With p instead of the residual, the word that the draft model likes too much is still written too often.",
     mistaken[0] > p_row[0],
@@ -232,7 +233,7 @@ def verify_chain(drafts: list[int], p: Tensor, q: Tensor, uniforms: list[float])
     q:        [γ, vocab]; what each draft was drawn from
     uniforms: γ + 1 numbers in [0, 1), one per draft; the last draws the recovered or the bonus token
 
-    my_accept and my_residual are your functions, or the references if yours do not pass.
+    No input is changed. my_accept and my_residual are your functions, or the references if yours do not pass.
 
     Example: one draft [0], p = [[0.2, 0.8], [0.5, 0.5]], q = [[0.5, 0.5]], so the chance is 0.4.
     uniforms [0.3, 0.9] give [0, 1] (accepted, bonus), uniforms [0.6, 0.9] give [1] (rejected, recovered).
@@ -276,6 +277,7 @@ def rollback(target: list[int], draft: list[int], num_drafts: int, num_accepted:
 
     target: rows of the target's cache; the last num_drafts of them are the drafts
     draft:  rows of the draft model's cache: the same without the last draft
+    Neither list is changed.
 
     Example: rollback([11, 12, 21, 22, 23, 24], [11, 12, 21, 22, 23], 4, 2) is ([11, 12, 21, 22], [11, 12, 21, 22]).
     """
@@ -316,7 +318,8 @@ claim("Each of the 27 probabilities is the same fraction as the target's.", join
 # This kind of test needs tiny models. For real ones there is **Pearson's [χ² test](glossary.md#chi-square)**: generate many
 # texts, count, compare with the expected counts. It returns a p-value, the probability that a *right* sampler deviates at
 # least this much. We call a sampler wrong below 10⁻⁶. So the test accuses a right sampler with one set of seeds in a
-# million, and here the seeds are fixed: it always gives the same result.
+# million, and here the seeds are fixed: it always gives the same result. (The pictures also name the test's *degrees of
+# freedom*, the number of counts that are free if their sum is given: one less than there are counts.)
 #
 # The loop that uses your four functions is `Loop` in `minillm/teaching/workshop/l10_loop.py`, one page. In the world of
 # three words the target's row is always (3, 3, 6)/12 in *some* order, which depends on the whole text. So each word of a
@@ -384,11 +387,12 @@ with mine.trace() as trace, LiveView(AcceptanceStrip(trace), seconds=12):
 # %% [markdown]
 # (`ignore_eos` lets a text go on after its end, so a new file may begin in the picture.)
 #
-# **At temperature 0** p and q are one-hot. Then your rule becomes the simple one without any change: a draft is
-# accepted (chance 1) if it is the target's argmax, otherwise rejected (chance 0), and the residual is the target's
-# argmax. So in exact arithmetic the tokens are the *same* as without drafts, one by one. (In many engines a forward over five
-# tokens rounds differently from a forward over one; the compiled step of this engine rounds both alike. In float32 two logits
-# are rarely so close that this matters; in bfloat16 two nearly equal logits may change places.)
+# **At temperature 0** p and q are *one-hot*: probability 1 for one token, 0 for all others. Then your rule becomes the
+# simple one without any change: a draft is accepted (chance 1) if it is the target's argmax, otherwise rejected (chance
+# 0), and the residual is the target's argmax. So in exact arithmetic the tokens are the *same* as without drafts, one by
+# one. (In many engines a forward over five tokens rounds differently from a forward over one; the compiled step of this
+# engine rounds both alike. In float32 two logits are rarely so close that this matters; in bfloat16 two nearly equal
+# logits may change places.)
 
 # %%
 prompts = [prompt.prompt for prompt in held_out_prompts(64) if len(prompt.prompt) < 260][:16]
@@ -590,7 +594,7 @@ claim("… and with the real pair it commits more tokens per round.", tau_block 
 # There are two formulas for the tokens per round. With a chance α for each draft, independent of the others, a
 # round commits 1 + α + α² + … + α^γ tokens on average. An article says "1 + gamma * acceptance_rate". Measure both.
 
-# %% tags=["expected"] alt="Tokens per round against the number of drafts: the measured line rises more and more slowly from one draft to eight, far below the straight line 1 + γ·α."
+# %% tags=["expected"] alt="Tokens per round against the number of drafts, from one to eight: the measured line begins on the straight line 1 + γ·α, rises more and more slowly and falls far below it."
 GAMMAS = (1, 2, 4, 8)
 standard = together = None
 by_gamma = [summary(drafted_rounds(engine(gamma=gamma), sampled)) for gamma in GAMMAS]

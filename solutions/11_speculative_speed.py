@@ -30,7 +30,8 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.bench.speculation import slice_prompts
-from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan, FixedDrafts
+from minillm.speculative.adaptive_drafts import AdaptiveDrafts
+from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
 from minillm.speculative.step_costs import StepCosts
 from minillm.teaching import check, claim, hint, predict, quoted, reveal, use
 from minillm.teaching.workshop import l11_drafting as drafting

@@ -32,7 +32,7 @@ import os
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.models.loading import resolve
+from minillm.models.hub import resolve
 from minillm.parallel.split import possible_sizes
 from minillm.teaching import check, claim, hint, predict, quoted, reveal, use
 from minillm.teaching.workshop import l16_replicas as replicas

@@ -39,7 +39,8 @@ from minillm.beside.contrastive import dense_contrastive_loss, tiled_contrastive
 from minillm.beside.embedding_codes import EmbeddingCodes
 from minillm.beside.sparse_gather import by_gather, by_product, incidence, seconds
 from minillm.beside.structured_linear import Blast, LowRank, Monarch, relative_error
-from minillm.models.loading import load_model, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_model
 from minillm.teaching import check, claim, hint, predict, quoted, reveal, use
 from minillm.teaching.drives.l17 import LargestTensor
 from minillm.teaching.workshop import l17_model as measure

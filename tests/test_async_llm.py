@@ -209,6 +209,26 @@ def test_leaving_early_aborts_and_the_blocks_are_free(tiny: TinyPair) -> None:
         run(job)
 
 
+def test_a_request_is_aborted_by_its_id(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def job() -> None:
+            two = replace(ENDLESS, n=2, temperature=1.0)
+            streams = [await engine.add_request(name, PROMPTS[0], two if name == "b" else ENDLESS) for name in "abc"]
+            for stream in streams:
+                await anext(stream)
+            await engine.abort("a")
+            await engine.abort(["b#1", "nobody"])  # the id of one completion, as for `LLMEngine.abort_request`
+            for stream in streams[:2]:
+                assert not [output async for output in stream if output.finished]
+            assert engine.num_unfinished == 1
+            outputs = [output async for output in streams[2]]
+            assert outputs[-1].finished
+            assert (await last(engine, PROMPTS[1], "a")).finished  # the id is free again
+
+        run(job)
+
+
 def test_a_request_over_the_limit_is_refused_until_another_ends(tiny: TinyPair) -> None:
     with served(tiny, limit=3) as engine:
 
@@ -223,6 +243,30 @@ def test_a_request_over_the_limit_is_refused_until_another_ends(tiny: TinyPair) 
                 with pytest.raises(QueueOverflowError, match="the limit is 3"):
                     await engine.add_request("d", PROMPTS[0], two)
             await last(engine, PROMPTS[0], "d", two)
+
+        run(job)
+
+
+def test_a_choice_that_has_ended_makes_room_before_the_others_end(tiny: TinyPair) -> None:
+    params = replace(GREEDY, n=4, temperature=1.0, seed=3)
+    with served(tiny, limit=4) as engine:
+
+        async def job() -> None:
+            choices = (await last(engine, PROMPTS[0], "a", params)).outputs
+            early = choices[0].token_ids[0]
+            assert any(early not in choice.token_ids for choice in choices)
+            with held(engine, num_tokens=12):
+                stopped = replace(params, stop_token_ids=[early])
+                async with aclosing(engine.generate(PROMPTS[0], stopped, "b")) as outputs:
+                    async for output in outputs:
+                        running = sum(choice.finish_reason is None for choice in output.outputs)
+                        assert engine.num_unfinished == running > 0
+                        if any(len(choice.token_ids) > 12 for choice in output.outputs):
+                            break
+                    assert running < 4
+                    engine.check_admission(4 - running)
+                    with pytest.raises(QueueOverflowError, match=f"{running} sequences are queued or running"):
+                        engine.check_admission(5 - running)
 
         run(job)
 

@@ -90,12 +90,11 @@ def test_what_peers_did_not_run_is_said_until_it_is_measured(
 ) -> None:
     page = importlib.import_module("measured_page")
     line = {"baseline": None, "config": {}}
-    rows = [line | {"system": name} for name in ("vLLM CPU", "minillm bf16")]
-    rows[1]["baseline"] = "transformers fp32"
+    rows = [line | {"system": "vLLM CPU"}]
     measured = {"config": {"max_num_seqs": 8}, "rows": rows}
     monkeypatch.setattr(page, "load", lambda file: measured)
     assert page.at_a_time("any") == "At most 8 requests run at a time. vLLM with all 32 at a time was not measured."
-    assert "is compared with fp32" in page.prefill_peers("any") and "a single run" in page.prefill_peers("any")
+    assert "a single run" in page.prefill_peers("any")
     rows += [line | {"system": "vLLM CPU, 32 seats"}]
     rows += [line | {"system": "minillm bf16", "baseline": "llama.cpp bf16", "config": {"tried_ms_per_prompt": {}}}]
     assert page.at_a_time("any") == "At most 8 requests run at a time, with `32 seats` 32."
@@ -111,6 +110,58 @@ def test_a_sentence_on_peers_that_were_not_measured_goes_when_they_are(
     monkeypatch.setattr(figures, "load", lambda name: more if name == "batch_0.4b_xeon" else real(name))
     with pytest.raises(ValueError, match="no vLLM with all 32 requests at a time with AMX"):
         figures.headline_words()
+
+
+def test_systems_that_run_unlike_numbers_of_requests_are_not_in_one_line(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlike = copy.deepcopy(figures.load("batch"))
+    for row in unlike["rows"]:
+        if row["system"] == "transformers generate_batch":
+            row["config"]["max_requests_per_batch"] = 32
+    real: Callable[[str], dict[str, Any]] = figures.load
+    monkeypatch.setattr(figures, "load", lambda name: unlike if name == "batch" else real(name))
+    with pytest.raises(ValueError, match="of the line 32 requests, 8 at a time, fp32 run as many requests at a time"):
+        figures.headline_words()
+
+
+def test_vllm_in_other_floats_than_minillm_says_so(figures: ModuleType) -> None:
+    lines = [line for line in figures.headline_table().splitlines() if "vLLM CPU" in line]
+    assert lines and all(("vLLM CPU bf16" in line) is line.startswith("| 0.4B") for line in lines)
+
+
+def test_brackets_that_are_no_intervals_are_named(
+    figures: ModuleType, results: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of six rounds and more from before there were intervals; from fewer rounds there are none."""
+    page = importlib.import_module("measured_page")
+    assert results.has_extremes_for_intervals("verify_0.4b") and results.has_extremes_for_intervals("prefill_0.4b_xeon")
+    assert not any(map(results.has_extremes_for_intervals, ("verify", "batch_0.4b", "decode")))
+    for file in ("verify_0.4b", "verify"):
+        said = page._how(file, results.load(file))
+        assert ("In brackets are the lowest and the highest" in said) is (file == "verify_0.4b")
+    marked = [line for line in figures.headline_table().splitlines() if "(lowest to highest)" in line]
+    assert marked and all(line.startswith("| 0.4B, AMX: prefill") for line in marked)
+    assert "Lines with `(lowest to highest)`" in " ".join(figures.headline_words().split())
+    words = " ".join(figures.headline_words().split())
+    for row in results.load("prefill_0.4b_xeon")["rows"]:
+        if (row["system"], row["baseline"]) == ("minillm bf16", "transformers bf16"):
+            assert results.ratio(row) in words, "a ratio near 1 says nothing without its brackets"
+    monkeypatch.setattr(figures, "has_extremes_for_intervals", lambda file: False)
+    assert "(lowest to highest)" not in figures.headline_table() + figures.headline_words()
+
+
+def test_settings_of_peers_and_compiled_ops_that_a_result_lacks_are_named(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("measured_page")
+    assert "| transformers fp32 | dynamic |" in figures.measured()
+    assert "The result lacks the compiled `int4_linear`, which came later." in page.kernels()
+    more = copy.deepcopy(page.load("kernels"))
+    row = next(r for r in more["rows"] if r["config"]["op"] == "int8_linear" and r["baseline"])
+    more["rows"].append(row | {"config": row["config"] | {"op": "int4_linear", "implementation": "compiled"}})
+    monkeypatch.setattr(page, "load", lambda file: more)
+    assert "The result lacks" not in page.kernels()
 
 
 def test_results_of_uncommitted_code_are_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +199,30 @@ def test_a_stage_that_a_gpu_run_was_ended_before_is_named(figures: ModuleType, m
         monkeypatch.setattr(page, "load", lambda file, run=run: run if file == page.LATEST else real(file))
         for text in (page.gpu_tables(), page.gpu_words()):
             assert ("The run was ended before its stage `bundled`." in " ".join(text.split())) is is_said
+
+
+def test_a_stage_that_no_gpu_run_has_is_named(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = importlib.import_module("gpu_page")
+    assert "Neither run has `training` (training steps as CUDA graphs)." in page.gpu_tables()
+    real: Callable[[str], dict[str, Any]] = page.load
+    run = copy.deepcopy(real(page.LATEST))
+    run["stages"].append({**run["stages"][0], "name": "training"})
+    monkeypatch.setattr(page, "load", lambda file: run if file == page.LATEST else real(file))
+    assert "Neither run" not in page.gpu_tables()
+
+
+def test_transformers_without_cuda_graphs_is_not_called_compiled_alone(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("gpu_page")
+    without = "`compiled` is without CUDA graphs"
+    assert "(fp32 compiled without CUDA graphs;" in " ".join(page.gpu_words().split()) and without in page.gpu_tables()
+    real: Callable[[str], dict[str, Any]] = page.load
+    run = copy.deepcopy(real(page.FIRST))
+    [stage] = [stage for stage in run["stages"] if stage["name"] == "bundled"]
+    stage["notes"]["compile mode"] = "reduce-overhead"
+    monkeypatch.setattr(page, "load", lambda file: run if file == page.FIRST else real(file))
+    assert "(fp32 compiled;" in " ".join(page.gpu_words().split()) and without not in page.gpu_tables()
 
 
 def test_unlike_limits_of_a_processor_are_named_until_it_is_measured_again(
@@ -306,6 +381,20 @@ def test_no_technique_lacks_a_command_a_figure_or_a_verdict(techniques: ModuleTy
 def test_a_verdict_that_no_longer_holds_is_not_written(techniques: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(techniques, "kl", lambda technique, budget: 1.0)
     with pytest.raises(ValueError, match="verdict on ThinK is no longer true"):
+        techniques.page()
+
+
+def test_a_drafting_method_loses_only_where_its_whole_interval_does(
+    techniques: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = techniques.drafting
+
+    def drafting(method: str, batch: int = 1) -> list[dict[str, Any]]:
+        low, high = (0.9, 1.01) if batch == 4 else (1.01, 1.2)
+        return [row | {"ratio": (low + high) / 2, "interval": [low, high]} for row in real(method, batch)]
+
+    monkeypatch.setattr(techniques, "drafting", drafting)
+    with pytest.raises(ValueError, match=r"verdict on Prompt lookup \(n-grams\) is no longer true"):
         techniques.page()
 
 

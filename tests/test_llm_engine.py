@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tqdm import tqdm
 
 import minillm.llm
@@ -38,12 +39,14 @@ from minillm.outputs import tokens_per_forward
 from minillm.request import Request
 from minillm.trace import (
     BlocksShared,
+    EngineStarted,
     RequestAdded,
     RequestFinished,
     RequestPreempted,
     StepRan,
     StepStarted,
     TokensCommitted,
+    Trace,
     Work,
     request_metrics,
 )
@@ -678,6 +681,85 @@ def test_every_option_of_llm_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         LLM("m", **wanted)
         assert given.pop() == EngineArgs("m", **wanted)
     assert {"model", *options, *others} == {field.name for field in fields(EngineArgs)}
+
+
+def test_options_of_other_types_are_plain_in_the_engine(tiny: TinyPair) -> None:
+    """Paths and NumPy's integers, which cannot be written to a trace."""
+    args = EngineArgs(
+        tiny.target,
+        max_num_seqs=np.int64(5),
+        seed=np.uint8(3),
+        kv_cache_config={"layout": "sinks", "window": np.int32(12)},
+        speculative_config={"method": "suffix", "fallback": {"method": "draft_model", "model": tiny.draft}},
+    )
+    assert args == EngineArgs(
+        str(tiny.target),
+        max_num_seqs=5,
+        seed=3,
+        kv_cache_config={"layout": "sinks", "window": 12},
+        speculative_config={"method": "suffix", "fallback": {"method": "draft_model", "model": str(tiny.draft)}},
+    )
+    assert type(args.max_num_seqs) is type(args.seed) is int
+    for bad in ({"max_num_seqs": True}, {"max_num_seqs": np.bool_(True)}, {"max_num_seqs": np.int64(0)}):
+        with pytest.raises(ConfigError, match=r"max_num_seqs=.* must be an integer of at least 1"):
+            EngineArgs("m", **bad)
+
+
+def test_a_trace_of_a_model_that_is_a_path_can_be_saved(tiny: TinyPair, tmp_path: Path) -> None:
+    speculative = {"method": "draft_model", "model": tiny.draft, "num_speculative_tokens": 2}
+    llm = LLM(tiny.target, speculative_config=speculative, enforce_eager=True)
+    with llm.trace() as trace:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    trace.save(tmp_path / "run.jsonl")
+    assert llm.model == str(tiny.target)
+    [started] = Trace.load(tmp_path / "run.jsonl").of(EngineStarted)
+    assert (started.model, started.draft_model) == (str(tiny.target), str(tiny.draft))
+
+
+def test_none_is_the_default_where_it_is_in_vllm() -> None:
+    none = EngineArgs("m", max_num_seqs=None, max_num_batched_tokens=None, enable_chunked_prefill=None)
+    assert none == EngineArgs("m")
+    with pytest.raises(ConfigError, match="enforce_eager=None must be True or False"):
+        EngineArgs("m", enforce_eager=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("half", "float16"),
+        ("float", "float32"),
+        (torch.float16, "float16"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.float32, "float32"),
+        (torch.half, "float16"),
+    ],
+    ids=str,
+)
+def test_a_dtype_has_vllms_other_names(given: Any, dtype: str) -> None:
+    assert EngineArgs("m", dtype=given).dtype == dtype
+
+
+@pytest.mark.parametrize("given", [torch.float64, "double", None], ids=str)
+def test_an_unknown_dtype_is_named(tiny: TinyPair, given: Any) -> None:
+    with pytest.raises(ConfigError, match=f"dtype='?{given}'? must be one of auto, float32, float16, bfloat16"):
+        LLM(tiny.target, dtype=given)
+
+
+@pytest.mark.parametrize("prompt", [b"", b"def", bytearray(b"def"), [b"def"], ["def", b"def"]], ids=repr)
+def test_bytes_are_no_prompt(tiny: TinyPair, prompt: Any) -> None:
+    llm = LLM(tiny.target, enforce_eager=True)
+    with pytest.raises(PromptError, match=r"a prompt must be text, .* not byte(s|array)"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    with pytest.raises(PromptError, match="must be a sequence of token ids"):
+        llm.generate({"prompt_token_ids": b"def"}, GREEDY, use_tqdm=False)
+
+
+def test_one_priority_may_be_that_of_all_prompts(tiny: TinyPair) -> None:
+    llm = LLM(tiny.target, scheduling_policy="priority", enforce_eager=True)
+    for priority in (-2, np.int64(-2)):
+        assert [request.priority for request in llm.submit(PROMPTS, GREEDY, priority=priority)] == [-2] * 3
+    with pytest.raises(ConfigError, match="False are no priorities"):
+        llm.submit(PROMPTS, GREEDY, priority=False)
 
 
 def test_the_signature_of_llm_names_every_option() -> None:

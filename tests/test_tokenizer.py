@@ -278,6 +278,35 @@ def test_the_tokenizers_configuration_names_the_end_of_text(tiny: TinyPair, tmp_
     assert Tokenizer.from_folder(folder).eos_id == expected
 
 
+@pytest.mark.parametrize("named", ["<|endoftext|>", {"content": "<|endoftext|>", "lstrip": False}, None])
+@pytest.mark.parametrize("config", [None, {}, {"tokenizer_class": "PreTrainedTokenizerFast"}])
+def test_an_older_checkpoint_names_the_end_of_text_in_a_file_of_its_own(
+    tiny: TinyPair, tmp_path: Path, config: dict[str, str] | None, named: object
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(tiny.target / "tokenizer.json", folder)
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if named is not None:
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": named}))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_id == (None if named is None else 0)
+    if config:
+        assert tokenizer.hf().eos_token_id == tokenizer.eos_id
+
+
+def test_what_the_configuration_names_goes_before_the_older_file(tiny: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.target, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (folder / "special_tokens_map.json").write_text("{")
+    assert Tokenizer.from_folder(folder).eos_id == 0
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json is not valid JSON"):
+        Tokenizer.from_folder(folder)
+
+
 def test_bytes_of_a_character_stay_together_if_the_decoder_is_a_sequence() -> None:
     plain, nested = byte_level(), byte_level()
     nested.backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])

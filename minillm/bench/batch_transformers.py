@@ -19,7 +19,7 @@ def _load(model: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from minillm.models.loading import resolve
+    from minillm.models.hub import resolve
 
     peer = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32).eval()
     peer.generation_config.eos_token_id = None  # end of text does not stop it: all run to their full length

@@ -31,19 +31,19 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from minillm.bench.batch_transformers import Extra, Run, generate_batch, padded
-from minillm.bench.harness import Row, System, compare, peak_memory_of, result
+from minillm.bench.harness import System, compare, peak_memory_of, result
 from minillm.bench.own_engine import DRAFT_FREE_METHODS, DTYPES, QUANTIZED
-from minillm.bench.shapes import shape_folder
+from minillm.bench.shapes import model_or_shape
 from minillm.bench.systems import choose, draft_for
 from minillm.bench.vllm_peer import INTERPRETER, NO_VLLM, VllmPeer
 from minillm.models.held_out import held_out_prompts
-from minillm.trace import Event, RequestAdded, RequestFinished, StepRan
-from minillm.trace.step_metrics import step_metrics, summarise
+from minillm.trace import RequestAdded, RequestFinished, StepRan, Trace
+from minillm.trace.run_metrics import RunMetrics
 
 REQUESTS = 32
 MAX_NUM_SEQS = 8
@@ -90,22 +90,22 @@ SHAPE_BASELINES: dict[str, tuple[str, ...]] = {
 
 
 def run(
-    model: str = "minicoder", shape: str | None = None, systems: Sequence[str] | None = None, rounds: int = ROUNDS
+    model: str | None = None, shape: str | None = None, systems: Sequence[str] | None = None, rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """Run all systems in turn on the same requests, with the same threads. Returns the result as JSON values.
 
-    Raises `ConfigError` for an unknown system.
+    `model`, `shape`: see `model_or_shape`. Raises `ConfigError` for an unknown system.
     """
     import torch
 
     table = SHAPE_BASELINES if shape else BASELINES
     interpreter = os.environ.get(INTERPRETER)
     chosen = choose(list(table), systems)
+    model = model_or_shape(model, shape)
     missing = {name: NO_VLLM for name in chosen if name.startswith(VLLM) and not interpreter}
     if CONTINUOUS_DRAFTED in chosen and draft_for(model, None) is None:
         missing[CONTINUOUS_DRAFTED] = "there is no draft model for it"
     names = [name for name in chosen if name not in missing]
-    place = str(shape_folder(shape)) if shape else model
     tokenizer = "minicoder" if shape else model
     prompts = _prompts(tokenizer)
     peers: dict[str, VllmPeer] = {}
@@ -114,16 +114,16 @@ def run(
         for name in names:
             if name.startswith(VLLM):
                 dtype = "bfloat16" if shape else "float32"
-                peers[name] = _vllm(str(interpreter), place, prompts, dtype, _num_seqs(name))
+                peers[name] = _vllm(str(interpreter), model, prompts, dtype, _num_seqs(name))
                 made = (peers[name].run, partial(getattr, peers[name], "details"))
             else:
-                made = _system(name, place, prompts)
+                made = _system(name, model, prompts)
             bases = tuple(b for b in table[name] if b in names) or None
             systems_to_compare.append(System(name, made[0], bases, made[1]))
         rows = compare(
             systems_to_compare,
             rounds,
-            lambda name: peers[name].peak_memory if name in peers else _peak_memory(name, place, tokenizer),
+            lambda name: peers[name].peak_memory if name in peers else _peak_memory(name, model, tokenizer),
         )
     finally:
         for peer in peers.values():
@@ -142,19 +142,8 @@ def run(
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "left_out": missing,
-        **over_best_transformers(rows),
     }
     return result("batch", config, rows)
-
-
-def over_best_transformers(rows: Sequence[Row]) -> dict[str, Any]:
-    """The fastest of transformers' systems, and minillm's speed relative to it; empty if none of them ran."""
-    speeds = {row.system: row.tokens_per_s for row in rows if row.system in TRANSFORMERS}
-    if not speeds:
-        return {}
-    better = max(speeds, key=lambda name: speeds[name])
-    ratios = {row.system: row.ratio for row in rows if row.baseline == better and row.system.startswith(CONTINUOUS)}
-    return {"better_of_transformers": better, "over_the_better": ratios}
 
 
 def output_lengths() -> list[int]:
@@ -163,9 +152,7 @@ def output_lengths() -> list[int]:
     return [min(LONGEST, int(SHORTEST * (1 - rng.random()) ** (-1 / TAIL))) for _ in range(REQUESTS)]
 
 
-def utilisation(
-    trace: Iterable[Event], max_num_seqs: int, requests: int | None = None
-) -> dict[str, float | int | None]:
+def utilisation(trace: Trace, max_num_seqs: int, requests: int | None = None) -> dict[str, float | int | None]:
     """The utilisation of batch and cache by `requests` requests (None: those of the trace) with `max_num_seqs` batch
     slots.
 
@@ -174,10 +161,9 @@ def utilisation(
     None if there was no such step. `kv_slot_utilisation`: slots that hold a token divided by slots of allocated blocks,
     both summed over the ends of steps.
     """
-    events = list(trace)
-    requests = requests or sum(isinstance(event, RequestAdded) for event in events)
+    requests = requests or len(trace.of(RequestAdded))
     finished, steps = 0, []
-    for event in events:
+    for event in trace:
         if isinstance(event, StepRan):
             steps.append((len(event.work), finished + len(event.work) < requests))
         elif isinstance(event, RequestFinished):
@@ -187,13 +173,13 @@ def utilisation(
         "steps": len(steps),
         "batch_slot_utilisation": sum(running for running, _ in steps) / (max_num_seqs * len(steps)),
         "batch_slot_utilisation_while_waiting": sum(contested) / (max_num_seqs * len(contested)) if contested else None,
-        "kv_slot_utilisation": summarise(step_metrics(events)).kv_slot_utilisation,
+        "kv_slot_utilisation": 1 - RunMetrics.of(trace).waste_share,
     }
 
 
 def _prompts(model: str) -> list[list[int]]:
     """The first held-out prompts, as ids of the model's tokenizer."""
-    from minillm.models.loading import resolve
+    from minillm.models.hub import resolve
     from minillm.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(resolve(model))
@@ -256,7 +242,7 @@ def _minillm(model: str, token_ids: list[list[int]], max_num_seqs: int, name: st
 def _vllm(interpreter: str, model: str, prompts: list[list[int]], dtype: str, max_num_seqs: int) -> VllmPeer:
     import torch
 
-    from minillm.models.loading import resolve
+    from minillm.models.hub import resolve
 
     return VllmPeer(
         interpreter,

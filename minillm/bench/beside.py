@@ -26,7 +26,8 @@ from minillm.beside.sparse_gather import by_bag, by_gather, by_product, incidenc
 from minillm.beside.structured_linear import compare
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import calibration_prompts, evaluation_prompts
-from minillm.models.loading import load_model, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_model
 from minillm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minillm.bench.harness import compare, result
-from minillm.bench.shapes import SHAPES, shape_folder
+from minillm.bench.shapes import SHAPES, model_or_shape
 from minillm.bench.systems import (
     Workload,
     choose,
@@ -82,7 +82,7 @@ ROUNDS = 6
 
 
 def run(
-    model: str = "minicoder",
+    model: str | None = None,
     draft: str | None = None,
     shape: str | None = None,
     systems: Sequence[str] | None = None,
@@ -93,9 +93,9 @@ def run(
 ) -> dict[str, Any]:
     """Run every system in turn, `rounds` times. Returns the result as JSON values.
 
-    `shape` runs a random checkpoint of that shape (see `shapes`) in place of the model, without drafts. `systems`
-    restricts the run to these systems. Raises `ConfigError` for an unknown system or shape, for a shape with a draft,
-    and for fewer than two new tokens or more than the model has room for.
+    `shape` runs a random checkpoint of that shape (see `shapes`) in place of a model, without drafts. `systems`
+    restricts the run to these systems. Raises `ConfigError` for an unknown system or shape, for a shape with a model
+    or a draft, and for fewer than two new tokens or more than the model has room for.
     """
     if shape is not None and draft is not None:
         raise ConfigError(f"--draft {draft} is not used with --shape {shape}: leave one of them out")
@@ -103,7 +103,7 @@ def run(
         raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the time after the first token is measured")
     known, size = (LARGE, SIZES.get(shape, SIZES[LARGEST])) if shape in SHAPES else (BUNDLED, SIZES[None])
     names = choose(list(known), systems)
-    model = model if shape is None else str(shape_folder(shape))
+    model = model_or_shape(model, shape)
     draft = draft_for(model, draft)
     missing = left_out(names, draft)
     names = [name for name in names if name not in missing]

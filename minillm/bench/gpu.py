@@ -8,7 +8,7 @@ reported.
 
 Each stage has a time budget and a process of its own (`on_gpu/stage_runner.py`), so a failure or a timeout does not
 affect the others. The running stage writes its results to FILE.<stage>.jsonl, which is removed when they are in FILE.
-SIGTERM ends the running stage as well, and leaves that file.
+An interrupt or SIGTERM ends the running stages as well, and leaves that file.
 
 A metric with a target is reported as `met` or `NOT MET`; metrics without a target are informative. The targets are for
 a model of 8 billion weights in 16 bits. If the GPU has too little memory, a shape of 1 billion replaces it, and the
@@ -23,15 +23,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from minillm.bench.harness import result, save
 from minillm.bench.on_gpu.findings import failure_note
-from minillm.bench.on_gpu.stage_runner import DONE, STAGES, TOTAL_S, Stage, run_stage
+from minillm.bench.on_gpu.stage_runner import DONE, STAGES, TOTAL_S, Stage, kill, run_stage
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.ops.dispatch import has_triton, interpreted
 
@@ -52,20 +53,28 @@ def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Pa
     outcome = result("gpu", {"rehearsal": rehearse, "stages": [stage.name for stage in chosen], **models}, [])
     outcome["stages"] = []
 
+    started: list[Popen[bytes]] = []
+
     def one(stage: Stage) -> dict[str, Any]:
         left = TOTAL_S - (time.monotonic() - began)
-        return run_stage(stage, rehearse, min(stage.budget_s, left), save_to and _lines_file(save_to, stage))
+        lines = save_to and _lines_file(save_to, stage)
+        return run_stage(stage, rehearse, min(stage.budget_s, left), lines, started)
 
     # On a GPU one stage at a time, because stages are timed. In a rehearsal two at once, in threads of their own.
-    ending = nullcontext() if rehearse else _sigterm_as_exit()
-    with ending, ThreadPoolExecutor(2) as pool, tqdm(total=len(chosen), desc="stages") as bar:
-        for stage, found in zip(chosen, pool.map(one, chosen) if rehearse else map(one, chosen), strict=True):
-            outcome["stages"].append(found)
-            bar.set_postfix_str(f"{found['name']} {found['status']}")
-            bar.update()
-            if save_to is not None:
-                save(outcome, save_to)
-                _lines_file(save_to, stage).unlink(missing_ok=True)
+    with _sigterm_as_exit(), ThreadPoolExecutor(2) as pool, tqdm(total=len(chosen), desc="stages") as bar:
+        try:
+            for stage, found in zip(chosen, pool.map(one, chosen) if rehearse else map(one, chosen), strict=True):
+                outcome["stages"].append(found)
+                bar.set_postfix_str(f"{found['name']} {found['status']}")
+                bar.update()
+                if save_to is not None:
+                    save(outcome, save_to)
+                    _lines_file(save_to, stage).unlink(missing_ok=True)
+        except BaseException:  # also an interrupt, which the threads of a rehearsal do not get
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in started:
+                kill(process)
+            raise
     outcome["config"]["seconds"] = round(time.monotonic() - began, 1)
     return outcome
 
@@ -76,7 +85,7 @@ def _lines_file(save_to: Path, stage: Stage) -> Path:
 
 @contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into `SystemExit` inside the block, so that the running stage is ended too.
+    """Turn SIGTERM into `SystemExit` inside the block, so that the running stages are ended too.
 
     Only the main thread can; in another one, SIGTERM is left as it is.
     """

@@ -224,14 +224,22 @@ def describe_run(name: str, config: Mapping[str, Any], libraries: Sequence[str] 
 
 
 def save(outcome: dict[str, Any], path: Path) -> None:
-    """Write a result as readable JSON. An earlier file at this path stays whole until the new one is complete, unless
-    the path is a link or a device, or its folder is not writable."""
-    text = json.dumps(outcome, indent=2) + "\n"
+    """Write a result as readable JSON, with a line for each row. An earlier file at this path stays whole until the new
+    one is complete, unless the path is a link or a device, or its folder is not writable."""
+    parts = [f"  {json.dumps(key)}: {_as_json(key, value)}" for key, value in outcome.items()]
+    text = "{\n" + ",\n".join(parts) + "\n}\n"
     in_place = path.is_symlink() or (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK)
     part = path if in_place else path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
     if not in_place:
         part.replace(path)
+
+
+def _as_json(key: str, value: Any) -> str:
+    """A value of the outermost object. Rows are many: with a line for each of their values they would fill the file."""
+    if key == "rows" and value:
+        return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
+    return json.dumps(value, indent=2).replace("\n", "\n  ")  # no string has a line break in it
 
 
 REPORT_PEAK = "\nfrom minillm.bench.processes import own_peak_memory\nprint(own_peak_memory())"

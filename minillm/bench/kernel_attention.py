@@ -27,10 +27,11 @@ from minillm.bench.kernel_cases import (
     chain,
     from_dispatch,
 )
+from minillm.cache.base import DequantizedRows
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
-from minillm.cache.paged_quantized import DequantizedRows, PagedQuantizedKVCache
+from minillm.cache.paged_quantized import PagedQuantizedKVCache
 from minillm.models.config import ModelConfig
 from minillm.ops.cpu.attention import NO_TREE, scratch_size
 from minillm.ops.cpu.team import Team, new_sync

@@ -261,6 +261,7 @@ def _setting(name: str, device: str) -> Setting:
 
 def _config(name: str) -> ModelConfig:
     from minillm.bench.shapes import SHAPES
-    from minillm.models.loading import load_config, resolve
+    from minillm.models.hub import resolve
+    from minillm.models.loading import load_config
 
     return SHAPES[name] if name in SHAPES else load_config(resolve(name))

@@ -152,7 +152,7 @@ def typed_texts(model: str, count: int) -> list[tuple[str, str]]:
 
     Raises `ConfigError` for fewer than a percentile needs, or more than there are.
     """
-    from minillm.models.loading import resolve
+    from minillm.models.hub import resolve
     from minillm.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(resolve(model))

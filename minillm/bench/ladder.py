@@ -22,7 +22,7 @@ from minillm.bench.own_engine import options
 from minillm.bench.systems import choose, draft_for, prompt_ids, room_for_prompt
 from minillm.bench.tables import same_tokens
 from minillm.bench.transformers_peers import Transformers
-from minillm.models.loading import resolve
+from minillm.models.hub import resolve
 from minillm.outputs import tokens_per_forward
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _own_rung(
     from minillm import LLM, SamplingParams
 
     parts = RUNGS[name]
-    llm_options = options("minillm fp32 + draft" if "speculation" in parts else "minillm fp32", draft, drafts, "fp32")
+    llm_options = options("minillm fp32 + draft" if "speculation" in parts else "minillm fp32", draft, drafts)
     llm = LLM(model, **llm_options, kv_cache_dtype="int8" if "INT8 KV" in parts else "auto")
     prompts = [{"prompt_token_ids": ids} for ids in requests]
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)

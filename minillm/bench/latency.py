@@ -47,7 +47,7 @@ class Engine:
         from minillm import LLM
 
         self.name = name
-        self.llm = LLM(model, **{**options(name, draft, drafts, "fp32"), "enable_prefix_caching": True})
+        self.llm = LLM(model, **{**options(name, draft, drafts), "enable_prefix_caching": True})
         self.seconds: dict[str, list[float]] = {"cold": [], "warm": []}
         self.tokens: dict[str, list[list[int]]] = {"cold": [], "warm": []}
         self.cached_tokens = {"cold": 0, "warm": 0}

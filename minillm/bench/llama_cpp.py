@@ -28,7 +28,7 @@ def installed() -> bool:
 
 
 class LlamaCpp:
-    """A GGUF file loaded by llama.cpp."""
+    """A GGUF file loaded by llama.cpp, which runs on the CPU, whatever it was built for."""
 
     def __init__(self, file: Path, context: int, threads: int, setting: str = SETTINGS[0]) -> None:
         """`context`: size of the KV cache in tokens. `setting`: one of `SETTINGS`.
@@ -38,12 +38,15 @@ class LlamaCpp:
         if not installed():
             raise UnsupportedError(f"llama.cpp is {NOT_INSTALLED}")
         self.lib = llama_cpp = _library()
-        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.n_gpu_layers = 0  # a build with CUDA or Metal would use the GPU
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), model_params)
         if not self.model:
             raise UnsupportedError(f"llama.cpp does not accept {file}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = params.n_batch = context
         params.n_threads = params.n_threads_batch = threads
+        params.offload_kqv = params.op_offload = False  # of the GPU; a version without these fields ignores them
         if setting != SETTINGS[0]:
             params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED

@@ -9,7 +9,7 @@ from typing import Any
 
 from minillm.bench.completion import Completion
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 QUANTIZED = ("int8", "w8a8", "int4")
 DRAFT_QUANTIZATION = "w8a8"
 """Of the draft model beside the compiled step. Still lossless: the target verifies every draft."""
@@ -31,15 +31,15 @@ DRAFT_FREE_METHODS: dict[str, dict[str, Any]] = {
 """Drafting without a model, as benchmarks use it. Earlier requests are not cached, because each request is repeated."""
 
 
-def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[str, Any]:
-    """The options of `LLM` for `name`. `dtype` (fp32, bf16, fp16) applies if the weights are quantised.
+def options(name: str, draft: str | None, num_drafts: int) -> dict[str, Any]:
+    """The options of `LLM` for `name`. With quantised weights all else is in float32.
 
     Prefix caching is off, so that a repeated prompt is computed again.
     """
     words, _, method = name.removeprefix("minillm ").partition(" + ")
     precision = words.removeprefix("eager ")
     found: dict[str, Any] = {
-        "dtype": DTYPES[dtype if precision in QUANTIZED else precision],
+        "dtype": "float32" if precision in QUANTIZED else DTYPES[precision],
         "quantization": precision if precision in QUANTIZED else None,
         "enforce_eager": words != precision,
         "enable_prefix_caching": False,

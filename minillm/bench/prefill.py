@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.bench.completion import Completer
 from minillm.bench.harness import Counted, Row, System, compare, result
-from minillm.bench.shapes import SHAPES, shape_folder
+from minillm.bench.shapes import SHAPES, model_or_shape
 from minillm.bench.systems import (
     Workload,
     choose,
@@ -26,6 +26,9 @@ from minillm.bench.systems import (
     with_best_settings,
 )
 from minillm.bench.tables import speed_table
+from minillm.errors import ConfigError
+from minillm.models.hub import resolve
+from minillm.models.loading import load_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +60,7 @@ LARGE: dict[str, tuple[str, ...]] = {
 
 
 def run(
-    model: str = "minicoder",
+    model: str | None = None,
     shape: str | None = None,
     systems: Sequence[str] | None = None,
     rounds: int = ROUNDS,
@@ -65,16 +68,23 @@ def run(
 ) -> dict[str, Any]:
     """Run every system in turn, `rounds` times for each length. Returns the result as JSON values.
 
-    Raises `ConfigError` for an unknown system or shape.
+    `model`, `shape`: see `model_or_shape`. Lengths that the model has no room for are left out. Raises `ConfigError`
+    for an unknown system or shape, and for a model that has no room for any length.
     """
     import torch
 
     known = LARGE if shape in SHAPES else BUNDLED
-    lengths = lengths or (LARGE_LENGTHS if shape in SHAPES else LENGTHS)
+    wanted = lengths or (LARGE_LENGTHS if shape in SHAPES else LENGTHS)
     names = choose(list(known), systems)
-    model = model if shape is None else str(shape_folder(shape))
+    model = model_or_shape(model, shape)
     missing = left_out(names, None)
     names = [name for name in names if name not in missing]
+    room = load_config(resolve(model)).max_position_embeddings - 1  # for the new token
+    lengths = [length for length in wanted if length <= room]
+    if not lengths:
+        raise ConfigError(f"{model} has room for prompts of {room} tokens; the shortest here has {min(wanted)}")
+    no_room = f"the model has room for prompts of {room} tokens"
+    missing |= {f"prompts of {length} tokens": no_room for length in wanted if length > room}
     prompts = [joined_prompt(model, length) for length in lengths]
     workload = Workload(model, None, prompts, new_tokens=1)
     rows: list[Row] = []
@@ -98,7 +108,7 @@ def run(
     config = {
         "model": shape or model,
         "batch": 1,
-        "prompt_tokens": list(lengths),
+        "prompt_tokens": lengths,
         "counted": "prompt tokens until the first new token",
         "device": "cpu",
         "threads": torch.get_num_threads(),

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.bench.harness import Row, System, compare, result
 from minillm.bench.prefill import joined_prompt
-from minillm.bench.systems import choose
-from minillm.models.loading import resolve
+from minillm.bench.systems import choose, room_for_prompt
+from minillm.errors import MinillmError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +38,14 @@ HELD_TO = {
     "ivybridge": SSE,
 }
 """LLVM's name of a processor → the environment that limits PyTorch and its libraries to its instructions."""
+NEEDS: dict[str, tuple[str, ...]] = {
+    "haswell": ("avx2", "fma", "f16c"),
+    "alderlake": ("avx2", "fma", "f16c", "avxvnni"),
+    "skylake-avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "x86-64": (),
+    "ivybridge": ("avx", "f16c"),
+}
+"""The same name → LLVM's names of the features that code for it may use."""
 COMPILE_ONLY = ("apple-m1", "neoverse-n1", "neoverse-v1")
 PROMPT_TOKENS, ROUNDS = 64, 3
 PRETENDING = """
@@ -52,22 +60,34 @@ def run(
 ) -> dict[str, Any]:
     """Run every processor in turn. Returns the result as JSON values.
 
-    `systems`: names such as "haswell fp32"; None: all. Raises `ConfigError` for an unknown name, and what `resolve`
-    raises for an unknown model.
+    `systems`: names such as "haswell fp32"; None: all. A processor whose code this one does not run, or whose process
+    fails, is left out. Raises `ConfigError` for an unknown name and for more new tokens than the model has room for,
+    what `resolve` raises for an unknown model, and `MinillmError` if processes failed and none measured anything.
     """
-    resolve(model)
+    room_for_prompt(model, new_tokens, PROMPT_TOKENS)
     known = [f"{name} {kind}" for name in HELD_TO for kind in KINDS]
     chosen = choose(known, systems)
-    rows, missing = [], {}
+    rows, missing, failures = [], {}, []
     for name in HELD_TO:
         kinds = [kind for kind in KINDS if f"{name} {kind}" in chosen]
-        if kinds:
+        if not kinds:
+            continue
+        if reason := unsupported_reason(name):
+            missing[name] = reason
+            continue
+        try:
             found = _measure_as(name, [model, kinds, rounds, new_tokens])
-            if found["reason"]:
-                missing[name] = found["reason"]
-            for row in found["rows"]:
-                row["config"]["processor"] = name
-                rows.append(Row(**row))
+        except MinillmError as problem:  # the others are still measured
+            missing[name] = str(problem)
+            failures.append(f"{name}: {problem}")
+            continue
+        if found["reason"]:
+            missing[name] = found["reason"]
+        for row in found["rows"]:
+            row["config"]["processor"] = name
+            rows.append(Row(**row))
+    if failures and not rows:
+        raise MinillmError("; ".join(failures))
     config = {
         "model": model,
         "prompt_tokens": PROMPT_TOKENS,
@@ -123,6 +143,17 @@ def markdown(outcome: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(part)} |" for part in parts) + "\n"
 
 
+def unsupported_reason(name: str) -> str | None:
+    """Why this machine does not run code for the processor `name`, a key of `NEEDS`; None if it does."""
+    from llvmlite import binding
+
+    if binding.get_process_triple().split("-")[0] != "x86_64":
+        return "its code is for x86, and this processor is of another architecture"
+    features = binding.get_host_cpu_features()
+    lacking = [feature for feature in NEEDS[name] if not features.get(feature)]
+    return f"this processor has no {' and no '.join(lacking)}" if lacking else None
+
+
 def count_loops() -> dict[str, dict[str, str]]:
     """Instruction counts of the inner loops (six rows, one panel) for the processors in `COMPILE_ONLY`."""
     from llvmlite import binding
@@ -174,7 +205,10 @@ def _compare(model: str, kind: str, rounds: int, new_tokens: int) -> list[Row]:
 
 
 def _measure_as(name: str, arguments: list[Any]) -> dict[str, Any]:
-    """Run `measure_here` in a process that compiles for `name`, with PyTorch limited to its instructions."""
+    """Run `measure_here` in a process that compiles for `name`, with PyTorch limited to its instructions.
+
+    Raises `MinillmError` if the process fails.
+    """
     environment = {
         **os.environ,
         "NUMBA_CPU_NAME": name,
@@ -185,6 +219,6 @@ def _measure_as(name: str, arguments: list[Any]) -> dict[str, Any]:
     command = [sys.executable, "-c", PRETENDING, json.dumps(arguments)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        return {"reason": f"the process ended with status {done.returncode}; its error is printed above", "rows": []}
+        raise MinillmError(f"the process ended with status {done.returncode}; its error is printed above")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -28,7 +28,8 @@ from minillm.bench.harness import result
 from minillm.bench.quality_systems import REFERENCE, Builder, QualitySystem, context_of, systems
 from minillm.errors import MinillmError
 from minillm.models.held_out import evaluation_prompts
-from minillm.models.loading import load_config, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_config
 from minillm.runtime.runner import ModelRunner
 from minillm.tokenizer import Tokenizer
 

@@ -20,7 +20,8 @@ from minillm.cache.paged import PagedKVCache
 from minillm.config import CacheConfig
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.models.calibration import calibrate, calibration_rows
-from minillm.models.loading import load_config, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_config
 from minillm.models.quantize import (
     Calibration,
     linear_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from urllib.request import urlopen
 import psutil
 
 from minillm.bench.processes import free_port, peak_memory_of_process
-from minillm.bench.vllm_peer import start_vllm
+from minillm.bench.vllm_peer import cpu_environment, start_vllm
 from minillm.errors import ConfigError
 
 START_SECONDS = 300
@@ -72,13 +71,10 @@ class VllmServerProcess(ServerProcess):
         `START_SECONDS`."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}/v1"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
-        environment |= {"VLLM_LOGGING_LEVEL": "ERROR"}
-        environment.pop("PYTHONPATH", None)
         command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
         command += ["--served-model-name", model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *flags]
-        self.process = start_vllm(command, environment, stdout=subprocess.DEVNULL)
+        self.process = start_vllm(command, cpu_environment(threads), stdout=subprocess.DEVNULL)
         began = time.monotonic()
         try:
             while not _is_healthy(f"http://127.0.0.1:{port}/health"):

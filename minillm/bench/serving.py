@@ -55,7 +55,7 @@ def run(
     """
     import torch
 
-    from minillm.models.loading import resolve
+    from minillm.models.hub import resolve
 
     if prompts < CONCURRENT:
         raise ConfigError(f"{prompts} prompts are fewer than the {CONCURRENT} clients; take {CONCURRENT} or more")

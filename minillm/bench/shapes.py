@@ -74,6 +74,18 @@ def shape_folder(name: str, root: Path | None = None) -> Path:
     return folder
 
 
+def model_or_shape(model: str | None, shape: str | None) -> str:
+    """What a benchmark runs: `model`, or the checkpoint of `shape`, or the bundled model if both are None.
+
+    Raises `ConfigError` if both are given, and what `shape_folder` raises.
+    """
+    if shape is None:
+        return "minicoder" if model is None else model
+    if model is not None:
+        raise ConfigError(f"--model {model} is not used with --shape {shape}: leave one of them out")
+    return str(shape_folder(shape))
+
+
 def cache_folder() -> Path:
     """The folder for checkpoints: `$MINILLM_CACHE`, else `minillm` in the user's cache folder."""
     own = os.environ.get("MINILLM_CACHE")

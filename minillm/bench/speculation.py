@@ -37,7 +37,7 @@ import torch
 
 from minillm.bench.draft_counts import Counts
 from minillm.bench.harness import Counted, Row, System, compare, result, save
-from minillm.bench.shapes import shape_folder
+from minillm.bench.shapes import model_or_shape, shape_folder
 from minillm.bench.systems import draft_for, room_for_prompt
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.errors import ConfigError
@@ -98,7 +98,7 @@ the bundled pair. Its tokens are not those of plain decoding."""
 
 
 def run(
-    model: str = "minicoder",
+    model: str | None = None,
     draft: str | None = None,
     shape: str | None = None,
     drafters: Path | None = None,
@@ -116,11 +116,13 @@ def run(
 ) -> dict[str, Any]:
     """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values.
 
+    `model`, `shape`: see `model_or_shape`.
     `save_to`: the result is written there after each slice, in case the run is killed; its `unfinished` names the
     slices that are still to come.
     `drafters`: the folder that `minillm train --export-to` wrote trained drafters to; None: the bundled ones. A method
     that needs a draft model or trained weights, where this model has none, is left out, or, if it was asked for, raises
-    `ConfigError`. So do fewer than two new tokens, more than the model has room for, and more prompts than a slice has.
+    `ConfigError`. So do fewer than two new tokens, more than the model has room for, more prompts than a slice has, and
+    a run in which no step counts.
     """
     if new_tokens < 2:
         raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the first comes with the prompt")
@@ -131,13 +133,14 @@ def run(
     check_prompts(prompts, [given[name] for name in names])
     if shape is not None and drafters is not None:
         raise ConfigError(f"--drafters {drafters} is not used with --shape {shape}: leave one of them out")
+    model = model_or_shape(model, shape)
     if shape is None:
         draft = draft_for(model, draft)
         chosen = runnable(chosen, model, draft, drafters, must=methods or ())
         named = {"model": model, "draft": draft}
     else:
         named = {"model": shape, "draft": draft or f"{shape}-draft"}
-        model, draft = str(shape_folder(shape)), draft or str(shape_folder(f"{shape}-draft"))
+        draft = draft or str(shape_folder(f"{shape}-draft"))
     context = room_for_prompt(model, new_tokens, SHORTEST_PROMPT) + new_tokens
     config = {
         **named,
@@ -303,7 +306,7 @@ class SliceRun:
                 name,
                 lambda name=name: self._generate(name),
                 None if name == PLAIN else PLAIN,
-                counted=lambda name=name: _sum(self.latest[name]),
+                counted=lambda name=name: self._counted(name),
             )
             for name in self.engines
         ]
@@ -324,9 +327,16 @@ class SliceRun:
             self.latest[name].append(counts.count(trace.events))
         return [output.outputs[0].token_ids for output in outputs]
 
-
-def _sum(parts: Sequence[Counted]) -> Counted:
-    return Counted(sum(part.seconds for part in parts), sum(part.num_tokens for part in parts))
+    def _counted(self, name: str) -> Counted:
+        """What counts of the latest run of a system. Raises `ConfigError` if no step does."""
+        parts = self.latest[name]
+        num_tokens = sum(part.num_tokens for part in parts)
+        if num_tokens == 0:
+            raise ConfigError(
+                f"{name}: there is no step in which {self.batch} requests decode; raise --new-tokens, or lower "
+                "--batches or --block-size"
+            )
+        return Counted(sum(part.seconds for part in parts), num_tokens)
 
 
 def _mean(seconds: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ the same prompts greedily with the same number of threads.
 - `minillm w8a8`: the inputs of the layers' products have 8 bits as well. llama.cpp's `Q8_0` does so for all products.
 - `minillm int4`: 4-bit weights in the layers, in groups of 128; the unembedding is not quantised.
 
-All other precisions are `Workload.dtype`.
+Activations, KV cache and unquantised weights of these three are in fp32.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from minillm.bench.completion import Completer, Completion, completion_metrics
 from minillm.bench.harness import Counted, System, peak_memory_of
 from minillm.errors import ConfigError
 from minillm.models.held_out import held_out_prompts
-from minillm.models.loading import resolve
+from minillm.models.hub import resolve
 from minillm.training.compiling import has_compiler
 
 GGUF_TYPES = {"llama.cpp f32": "f32", "llama.cpp bf16": "bf16", "llama.cpp Q8_0": "q8_0"}
+WINDOWS_CRASH = 0xC0000000
+"""On Windows the least exit code of a process that crashed. Elsewhere that of one that a signal ended is negative."""
 TRIALS, TRIAL_TOKENS = 5, 32
 """Timed completions with each setting of a peer, and their most new tokens: enough to find the fastest setting."""
 
@@ -46,8 +48,6 @@ class Workload:
     num_drafts: int = 4
     """Draft tokens per round of the draft model. Methods without a model have numbers of their own
     (`own_engine.DRAFT_FREE_METHODS`)."""
-    dtype: str = "fp32"
-    """Precision of activations, KV cache and unquantised weights in `minillm int8` and `w8a8`."""
     gguf: dict[str, str] = field(default_factory=dict)
     """Type of a GGUF file → its path."""
     settings: dict[str, str] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def prompt_ids(model: str, count: int, shortest: int, longest: int) -> list[list
     """
     if not 1 <= shortest <= longest:
         raise ConfigError(f"prompts of {shortest} to {longest} tokens were requested; the former must be 1 or more")
-    from minillm.models.loading import resolve
+    from minillm.models.hub import resolve
     from minillm.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(resolve(model))
@@ -125,14 +125,18 @@ def prompt_ids(model: str, count: int, shortest: int, longest: int) -> list[list
     return found[:count]
 
 
-def room_for_prompt(model: str, new_tokens: int, shortest: int) -> int:
-    """Most prompt tokens that leave room for `new_tokens`. Raises `ConfigError` if these are fewer than `shortest`."""
-    from minillm.models.loading import load_config, resolve
+def room_for_prompt(model: str, new_tokens: int, shortest: int, option: str = "--new-tokens") -> int:
+    """Most prompt tokens that leave room for `new_tokens`, which `option` gives.
+
+    Raises `ConfigError` if these are fewer than `shortest`.
+    """
+    from minillm.models.hub import resolve
+    from minillm.models.loading import load_config
 
     context = load_config(resolve(model)).max_position_embeddings
     if context - new_tokens < shortest:
         raise ConfigError(
-            f"--new-tokens {new_tokens} leaves {max(0, context - new_tokens)} of {context} tokens for a prompt of "
+            f"{option} {new_tokens} leaves {max(0, context - new_tokens)} of {context} tokens for a prompt of "
             f"{shortest}; give at most {context - shortest}"
         )
     return context - new_tokens
@@ -176,7 +180,7 @@ def load(name: str, workload: Workload) -> Completer:
     """Load the system of that name."""
     if name in workload.settings:
         return _load_peer(name, workload, workload.settings[name])
-    llm_options = own_engine.options(name, workload.draft, workload.num_drafts, workload.dtype)
+    llm_options = own_engine.options(name, workload.draft, workload.num_drafts)
     return own_engine.OwnEngine(workload.model, **llm_options)
 
 
@@ -214,11 +218,12 @@ def peak_memory(name: str, workload: Workload) -> int | None:
 
 
 def _crashes(name: str, workload: Workload) -> bool:
-    """Whether a signal ends a new process in which a llama.cpp system completes a prompt. In this process it would end
-    the benchmark, and what was measured would be lost."""
+    """Whether a new process crashes in which a llama.cpp system completes a prompt. In this process that would end the
+    benchmark, and what was measured would be lost."""
     call = f"_try_settings({name!r}, {workload!r}, {llama_cpp.SETTINGS!r}, trials=1)"
     command = [sys.executable, "-c", f"from {__name__} import Workload, _try_settings; {call}"]
-    return subprocess.run(command, capture_output=True, check=False).returncode < 0
+    code = subprocess.run(command, capture_output=True, check=False).returncode
+    return code < 0 or code >= WINDOWS_CRASH
 
 
 def _try_settings(name: str, workload: Workload, settings: Iterable[str], trials: int = TRIALS) -> dict[str, float]:
@@ -248,7 +253,7 @@ def _settings(name: str, workload: Workload) -> Sequence[str]:
 def _load_peer(name: str, workload: Workload, setting: str) -> Completer:
     import torch
 
-    from minillm.models.loading import resolve
+    from minillm.models.hub import resolve
 
     if name in GGUF_TYPES:
         file = Path(workload.gguf[GGUF_TYPES[name]])

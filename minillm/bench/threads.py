@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.bench.harness import Row, System, compare, result
 from minillm.bench.prefill import joined_prompt
+from minillm.bench.systems import room_for_prompt
+from minillm.errors import MinillmError
 from minillm.hardware import usable_processors
 
 if TYPE_CHECKING:
@@ -34,10 +36,17 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 SHARE = 0.5
 """CPU quota in processors."""
 IDLE, BUSY, LIMITED = "as it is", "a busy process for each processor", f"{SHARE} processors"
+BUSY_LOOP = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    sum(range(10**5))
+"""
+"""Ends when its parent does, also one that a signal ended."""
 ANSWERING = """
 import json, sys
 from minillm import LLM, SamplingParams
-llm = LLM(sys.argv[1], enable_prefix_caching=False)
+llm = LLM(sys.argv[1], device="cpu", enable_prefix_caching=False)
 for line in sys.stdin:
     prompt, new_tokens = json.loads(line)
     greedy = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
@@ -47,7 +56,11 @@ for line in sys.stdin:
 
 
 def run(model: str = "minicoder", rounds: int = ROUNDS, new_tokens: int = 96) -> dict[str, Any]:
-    """Run every number of threads in turn, `rounds` times, in each condition. Returns the result as JSON values."""
+    """Run every number of threads in turn, `rounds` times, in each condition. Returns the result as JSON values.
+
+    Raises `ConfigError` for more new tokens than the model has room for.
+    """
+    room_for_prompt(model, new_tokens, PROMPT_TOKENS)
     prompt = joined_prompt(model, PROMPT_TOKENS)
     rows: list[Row] = []
     missing: dict[str, str] = {}
@@ -108,13 +121,16 @@ class Worker:
                 process.kill()
 
     def complete(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
-        """Complete the prompt. Returns the new tokens. Raises `RuntimeError` if the process has ended."""
+        """Complete the prompt. Returns the new tokens. Raises `MinillmError` if the process has ended."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([prompt, new_tokens]) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        try:
+            self.process.stdin.write(json.dumps([prompt, new_tokens]) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
         if not answer:
-            raise RuntimeError(f"the process with {self.count} threads ended; its error is printed above")
+            raise MinillmError(f"the process with {self.count} threads ended; its error is printed above")
         tokens: list[int] = json.loads(answer)
         return tokens
 
@@ -135,7 +151,7 @@ def _name(count: int) -> str:
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Run `count` processes that keep a processor busy."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
     try:
         yield
     finally:

@@ -67,7 +67,7 @@ class Transformers:
 
             self.cache = self.options["past_key_values"] = StaticCache(config=self.model.config, max_cache_len=context)
         if setting in COMPILED:
-            self.options["compile_config"] = _compile_config()
+            self.options["compile_config"] = _compile_config("cpu")
         if setting in ASSISTED and draft is not None:
             self.options["assistant_model"] = _assistant(draft, dtype, setting, drafts)
 
@@ -122,9 +122,12 @@ def _assistant(folder: Path, dtype: str, setting: str, drafts: int) -> Any:
     return assistant
 
 
-def _compile_config() -> Any:
+def _compile_config(device: str) -> Any:
+    """`device`: "cpu" or "cuda". On a GPU it is transformers' default, which records CUDA graphs."""
     from transformers import CompileConfig
 
+    if device != "cpu":
+        return CompileConfig()
     config = CompileConfig(fullgraph=False, mode="default", dynamic=False)
     config._compile_all_devices = True  # without it `generate` compiles for GPUs only
     return config

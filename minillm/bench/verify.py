@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from minillm.bench.harness import Counted, Row, System, compare, result
 from minillm.bench.own_engine import DRAFT_QUANTIZATION, options
 from minillm.bench.prefill import joined_prompt
-from minillm.bench.shapes import shape_folder
-from minillm.bench.systems import choose, draft_for
+from minillm.bench.shapes import model_or_shape
+from minillm.bench.systems import choose, draft_for, room_for_prompt
 from minillm.bench.tables import speed_table
 
 if TYPE_CHECKING:
@@ -37,19 +37,24 @@ DRAFT = "draft decode 1"
 
 
 def run(
-    model: str = "minicoder",
+    model: str | None = None,
     draft: str | None = None,
     shape: str | None = None,
     systems: Sequence[str] | None = None,
     rounds: int = ROUNDS,
     drafts: int = 4,
 ) -> dict[str, Any]:
-    """Run the two forwards in turn, `rounds` times for each precision. Returns the result as JSON values."""
+    """Run the two forwards in turn, `rounds` times for each precision. Returns the result as JSON values.
+
+    `model`, `shape`: see `model_or_shape`. Raises `ConfigError` for an unknown system, and for more drafts than the
+    model has room for.
+    """
     import torch
 
-    model = model if shape is None else str(shape_folder(shape))
-    draft = draft_for(model, draft)
     names = choose(ENGINES, systems)
+    model = model_or_shape(model, shape)
+    draft = draft_for(model, draft)
+    room_for_prompt(model, drafts, PAST + 1, "--drafts")
     rows: list[Row] = []
     for name in names:
         rows += _rows(name, model, draft, drafts + 1, rounds)
@@ -77,7 +82,7 @@ def _rows(name: str, model: str, draft: str | None, width: int, rounds: int) -> 
     from minillm import LLM
 
     ids = joined_prompt(model, PAST + width)
-    llm_options = options(name, None, 0, "fp32")
+    llm_options = options(name, None, 0)
     runner = LLM(model, **llm_options).engine.runner
     decode, verify = f"{name} decode 1", f"{name} verify {width}"
     systems = [_system(decode, runner, ids, 1), _system(verify, runner, ids, width, decode)]

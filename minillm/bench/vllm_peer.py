@@ -30,9 +30,7 @@ class VllmPeer:
 
         Raises `ConfigError` if the interpreter cannot run it.
         """
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
-        environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        environment.pop("PYTHONPATH", None)
+        environment = {**cpu_environment(threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         command = [interpreter, "-c", f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"]
         self.process = start_vllm(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
@@ -71,6 +69,14 @@ class VllmPeer:
             self.close()
             raise _no_answer(self.process.args[0])
         return json.loads(answer)
+
+
+def cpu_environment(threads: int) -> dict[str, str]:
+    """The environment of a vLLM process that runs on the CPU with so many threads."""
+    found = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    found |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    found.pop("PYTHONPATH", None)
+    return found
 
 
 def start_vllm(command: list[str], environment: dict[str, str], **pipes: Any) -> subprocess.Popen[Any]:

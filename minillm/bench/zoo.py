@@ -61,7 +61,8 @@ from minillm.cache.squeezed import SqueezedKVCache
 from minillm.errors import ConfigError, MinillmError
 from minillm.models.calibration import CalibrationTexts
 from minillm.models.decoder import Decoder
-from minillm.models.loading import load_config, load_model, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_config, load_model
 from minillm.runtime.runner import ModelRunner
 from minillm.tokenizer import Tokenizer
 

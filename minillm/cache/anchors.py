@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Batch
-from minillm.cache.base import KVCache
+from minillm.cache.base import SequenceKVCache
 from minillm.cache.compressed_prompt import dense_attention
 from minillm.cache.sequence_rows import check_at_least
 from minillm.errors import ConfigError, MinillmError, UnsupportedError
@@ -76,12 +76,10 @@ class _Steps:
     requests: list[_Step] = field(default_factory=list)
 
 
-class AnchorsKVCache(KVCache):
+class AnchorsKVCache(SequenceKVCache):
     """`window`: newest tokens that every query sees. `sinks`: first tokens that it sees. `spare`: tokens that can be
     rolled back."""
 
-    whole_sequences = True
-    supports_prefix_sharing = False
     keeps_every_token = False
 
     def __init__(
@@ -98,27 +96,17 @@ class AnchorsKVCache(KVCache):
     ) -> None:
         _check(config, window, sinks, spare)
         self.window, self.sinks, self.spare = window, sinks, spare
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config, self.dtype, self.device, self.max_rows = config, dtype, device, block_size
         self.anchor_ids = torch.empty(0, dtype=torch.int64, device=device)
         """Tokens with a newline, from `prepare`."""
         self.requests: dict[int, AnchoredRows] = {}
         """Key: block id. A block holds one request."""
 
-    @classmethod
-    def bytes_per_block(
-        cls,
-        config: ModelConfig,
-        block_size: int,
-        dtype: torch.dtype,
-        *,
-        window: int = 64,
-        sinks: int = 4,
-        spare: int = 16,
-    ) -> int:
+    @property
+    def max_block_bytes(self) -> int:
         """Bytes of a request as long as the context whose tokens are all anchors."""
-        _check(config, window, sinks, spare)
         index = 2 * torch.int64.itemsize + torch.bool.itemsize
-        return block_size * (2 * config.num_layers * config.kv_size * dtype.itemsize + index)
+        return self.max_rows * (2 * self.config.num_layers * self.config.kv_size * self.dtype.itemsize + index)
 
     def prepare(self, model: Decoder, texts: CalibrationTexts | None = None) -> None:
         """See `KVCache.prepare`: finds the tokens with a newline."""

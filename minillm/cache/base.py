@@ -18,6 +18,23 @@ from minillm.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
+class DequantizedRows:
+    """The keys or values of one layer. Indexing by slots dequantises those slots only."""
+
+    pools: Sequence[Tensor]
+    """One tensor per part of a row: `[num_slots, num_kv_heads, …]`."""
+    decode: Callable[..., Tensor]
+    shape: tuple[int, int, int]
+    """`(num_slots, num_kv_heads, head_dim)`, the shape of the dequantised keys or values."""
+
+    def __getitem__(self, slots: Tensor | slice) -> Tensor:
+        """The dequantised keys or values in these slots, `[len(slots), num_kv_heads, head_dim]`."""
+        if isinstance(slots, slice):
+            return self.decode(*(pool[slots] for pool in self.pools))
+        return self.decode(*(pool.index_select(0, slots) for pool in self.pools))
+
+
+@dataclass(frozen=True)
 class StoredRows:
     """How a paged layout stores keys and values, so that a fast path (an executor) can read and write them.
 
@@ -35,9 +52,25 @@ class StoredRows:
     dequantise: Callable[..., Tensor] | None = None
     """Dequantises rows: one tensor per part → `[…, head_dim]`. None: the rows are not quantised."""
 
+    def layer(self, layer: int, head_dim: int) -> tuple[Tensor | DequantizedRows, Tensor | DequantizedRows]:
+        """The keys and the values of a layer as attention reads them, indexed by slot: `[num_slots, num_kv_heads,
+        head_dim]` each. Keys are rotated. Nothing is copied."""
+        keys, values = ([part[layer] for part in parts] for parts in (self.keys, self.values))
+        if self.dequantise is None:
+            return keys[0], values[0]
+        shape = (*keys[0].shape[:2], head_dim)
+        return DequantizedRows(keys, self.dequantise, shape), DequantizedRows(values, self.dequantise, shape)
+
 
 _READS_AND_WRITES = {"__init__", "prepare", "attend", "row_fields", "encode", "decode", "ops"}
 """What determines how a layout stores rows and what attention reads."""
+
+
+def _overrides(cls: type, attribute: str, names: Set[str]) -> bool:
+    """Whether a class that comes before the one that defines `attribute`, in the order of `cls.__mro__`, defines one of
+    `names`."""
+    before = takewhile(lambda base: attribute not in vars(base), cls.__mro__)
+    return any(names & vars(base).keys() for base in before)
 
 
 class KVCache(ABC):
@@ -149,8 +182,19 @@ class KVCache(ABC):
         layout that allocates on demand frees their memory."""
 
 
-def _overrides(cls: type, attribute: str, names: Set[str]) -> bool:
-    """Whether a class that comes before the one that defines `attribute`, in the order of `cls.__mro__`, defines one of
-    `names`."""
-    before = takewhile(lambda base: attribute not in vars(base), cls.__mro__)
-    return any(names & vars(base).keys() for base in before)
+class SequenceKVCache(KVCache):
+    """The base of layouts that store each request in one piece: a block holds one request, up to the engine's
+    context."""
+
+    whole_sequences = True
+    supports_prefix_sharing = False
+
+    @classmethod
+    def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, **options: Any) -> int:
+        """`max_block_bytes` of a cache with these options, built without memory."""
+        return cls(config, 1, block_size, dtype, torch.device("meta"), **options).max_block_bytes
+
+    @property
+    @abstractmethod
+    def max_block_bytes(self) -> int:
+        """Most bytes that one request needs over all layers; see `KVCache.bytes_per_block`."""

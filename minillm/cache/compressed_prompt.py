@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.batch import Batch
-from minillm.cache.base import KVCache
+from minillm.cache.base import SequenceKVCache
 from minillm.cache.sequence_rows import (
     additive_mask,
     check_at_least,
@@ -89,14 +89,11 @@ class _Chunk:
     completes_prompt: bool
 
 
-class CompressedPromptKVCache(KVCache):
+class CompressedPromptKVCache(SequenceKVCache):
     """`compress` and `restore`, or `compress` and `attention`, are those of a subclass.
 
     `window`: the last tokens of the prompt that stay whole, and whose queries are observed.
     """
-
-    whole_sequences = True
-    supports_prefix_sharing = False
 
     def __init__(
         self,
@@ -108,29 +105,19 @@ class CompressedPromptKVCache(KVCache):
         *,
         window: int,
     ) -> None:
-        self.check(config, window)
+        _check(config, window, type(self).__name__)
         self.config, self.window, self.dtype, self.device = config, window, dtype, device
         self.max_rows = block_size
         self.requests: dict[int, RequestRows] = {}
         """Key: block id. A block holds one request."""
 
-    @classmethod
-    def check(cls, config: ModelConfig, window: int) -> None:
-        """Raise `ConfigError` for an invalid window, `UnsupportedError` for a model with sliding windows."""
-        check_at_least("window", window, 1)
-        for layer in range(config.num_layers):
-            if (own := config.window(layer)) is not None:
-                raise UnsupportedError(
-                    f"{cls.__name__} compresses a prompt for queries that may see all of it, but layer {layer} of this "
-                    f"model has a sliding window of {own} tokens; use layout 'window'"
-                )
-
-    @classmethod
-    def whole_bytes(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, window: int) -> int:
-        """Bytes of a request of `block_size` tokens in chunks just before its prompt is complete: whole rows and the
-        observed queries."""
-        rows = 2 * config.num_layers * block_size * config.kv_size
-        return (rows + config.num_layers * min(window, block_size) * config.q_size) * dtype.itemsize
+    @property
+    def max_block_bytes(self) -> int:
+        """Bytes of a prompt as long as the context, in chunks, just before it is complete: whole rows and the observed
+        queries."""
+        config, queries = self.config, min(self.window, self.max_rows)
+        numbers = 2 * self.max_rows * config.kv_size + queries * config.q_size
+        return config.num_layers * numbers * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -140,7 +127,7 @@ class CompressedPromptKVCache(KVCache):
     @property
     def max_rollback(self) -> int:
         """All generated tokens can be rolled back. It is a number, not None, because a step that was interrupted while
-        it compressed a prompt must be computed again from the prompt's first token (`Engine.step`)."""
+        it compressed a prompt must be computed again from the prompt's first token (`Engine._recover`)."""
         return self.max_rows
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -240,6 +227,16 @@ def dense_attention(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | No
     mask = None if hidden is None else additive_mask(hidden.unsqueeze(0), q.shape[1] // num_kv, q.dtype)
     keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (keys, values))
     return unpack_outputs(packed_attention(pack_queries(q, 1, num_kv), keys, values, mask), len(q))
+
+
+def _check(config: ModelConfig, window: int, layout: str) -> None:
+    check_at_least("window", window, 1)
+    for layer in range(config.num_layers):
+        if (own := config.window(layer)) is not None:
+            raise UnsupportedError(
+                f"{layout} compresses a prompt for queries that may see all of it, but layer {layer} of this model has "
+                f"a sliding window of {own} tokens; use layout 'window'"
+            )
 
 
 def check_share(name: str, value: Any) -> None:

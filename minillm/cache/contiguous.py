@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.batch import Batch
-from minillm.cache.base import KVCache
+from minillm.cache.base import SequenceKVCache
 from minillm.cache.sequence_rows import (
     QueryGroup,
     additive_mask,
@@ -88,15 +88,12 @@ class _Plan:
     """Each request with more new tokens, and its mask `[queries, rows]`, True: visible; None: plain causal."""
 
 
-class ContiguousKVCache(KVCache):
+class ContiguousKVCache(SequenceKVCache):
     """One tensor per request, allocated when the request begins and freed when it ends.
 
     `growth`: see the module. `rows`: the r of "every"; None: `best_rows` of the engine's context. While a tensor grows,
     the old and the new one exist together; `bytes_per_block` does not count this temporary copy.
     """
-
-    whole_sequences = True
-    supports_prefix_sharing = False
 
     def __init__(
         self,
@@ -119,25 +116,11 @@ class ContiguousKVCache(KVCache):
         self.heads_per_kv = config.num_heads // config.num_kv_heads
         self.buffers: dict[int, Tensor] = {}
         """Block id → `[num_layers, 2, rows, num_kv_heads, head_dim]`. A block holds one request."""
-        self.num_rows_copied = 0
-        """Rows copied from an old tensor to a new one. A row here is one token's keys and values in all layers."""
-        self.num_rows_padded = 0
-        """Rows of padding that were attended to, summed over steps."""
-        self.num_allocations = 0
 
-    @classmethod
-    def bytes_per_block(
-        cls,
-        config: ModelConfig,
-        block_size: int,
-        dtype: torch.dtype,
-        *,
-        growth: str = "preallocated",
-        rows: int | None = None,
-    ) -> int:
+    @property
+    def max_block_bytes(self) -> int:
         """Bytes of the keys and values of the whole context, which a request may need whatever its `growth`."""
-        _check(growth, rows, block_size)
-        return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
+        return 2 * len(self.windows) * self.max_rows * math.prod(self.row_shape) * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -189,7 +172,6 @@ class ContiguousKVCache(KVCache):
             if buffer is None or self.growth == "concat" or buffer.shape[2] < total:
                 buffer = self.buffers[block_id] = self._grow(buffer, past, total)
             seen = buffer.shape[2] if self.growth == "every" else total
-            self.num_rows_padded += seen - total
             step_rows.new.append(buffer[:, :, past:total].unbind(0))
             step_rows.seen.append(layer_views(buffer[:, :, :seen]))
         return step_rows
@@ -200,12 +182,10 @@ class ContiguousKVCache(KVCache):
         grown = torch.empty((len(self.windows), 2, rows, *self.row_shape), dtype=self.dtype, device=self.device)
         if old is not None:
             grown[:, :, :past] = old[:, :, :past]
-            self.num_rows_copied += past
         if self.growth == "every":
             # Hidden rows must be finite: a weight of 0 times NaN would be NaN. A step that is interrupted may leave the
             # rows of its new tokens unwritten, so these too.
             grown[:, :, past:] = 0
-        self.num_allocations += 1
         return grown
 
     def _rows_for(self, total: int) -> int:

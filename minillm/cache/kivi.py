@@ -24,14 +24,13 @@ all codes; and with short contexts, the recent tokens take most of the memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.batch import Batch
-from minillm.cache.base import KVCache
+from minillm.cache.base import SequenceKVCache
 from minillm.cache.sequence_rows import check_at_least
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
@@ -132,7 +131,7 @@ class Int4Groups:
         return x.flatten(3).flatten(0, 1)
 
 
-class KiviKVCache(KVCache):
+class KiviKVCache(SequenceKVCache):
     """INT4 keys in groups of `group_size` tokens; at most `residual` of the newest tokens in full precision.
 
     `rollback` of those are kept only so that as many tokens can be rolled back: a query sees the newest
@@ -142,9 +141,6 @@ class KiviKVCache(KVCache):
 
     Raises `ConfigError` if `residual` is below `group_size + rollback`, `UnsupportedError` for an odd head size.
     """
-
-    whole_sequences = True
-    supports_prefix_sharing = False
 
     def __init__(
         self,
@@ -167,10 +163,10 @@ class KiviKVCache(KVCache):
         recent = (*lead, self.shape.num_recent, heads, config.head_dim)
         self.recent_keys, self.recent_values = (torch.empty(recent, dtype=dtype, device=device) for _ in "kv")
 
-    @classmethod
-    def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, **options: Any) -> int:
-        """Bytes for one request of up to `block_size` tokens, recent rows included."""
-        return cls(config, 1, block_size, dtype, torch.device("meta"), **options).num_bytes
+    @property
+    def max_block_bytes(self) -> int:
+        """Bytes of one request's codes, scales, zero points and recent rows, which are allocated at once."""
+        return self.num_bytes // len(self.recent_keys[0])
 
     @property
     def num_bytes(self) -> int:

@@ -57,7 +57,7 @@ def find_layout(cache: CacheConfig) -> type[KVCache]:
         )
     if isinstance(cache.layout, type) and (missing := sorted(cache.layout.__abstractmethods__)):
         raise ConfigError(
-            f"cache layout {cache.layout.__name__} does not define {', '.join(missing)}; see minillm.cache.base.KVCache"
+            f"cache layout {cache.layout.__name__} does not define {', '.join(missing)}; see minillm.cache.base"
         )
     if not isinstance(cache.dtype, str):
         raise ConfigError(f"kv_cache_dtype={cache.dtype!r} must be a name: 'auto', 'int8' or 'int4'")

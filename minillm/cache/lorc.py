@@ -5,17 +5,12 @@
 The r first left singular vectors of a layer's projection span most of what its keys can be, so a token's r coordinates
 take the place of its key. With all vectors nothing is lost. Keys are projected before RoPE (see `paged_latent`).
 
-An early layer's error passes through all layers after it, so early layers should keep more. `lorc_shares` gives each
-layer a share by how much its error can be amplified: the condition numbers of the projections from it to the last
-layer, multiplied up. The paper describes this rule; the exact formula here is this project's own.
-
 Wins: no training, no data; any rank. Loses: the singular values of a projection say what keys *can* be, not what they
 are on real text, so methods that look at data keep more for the same bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -108,26 +103,6 @@ def projection(model: Decoder, layer: int, is_key: bool) -> tuple[Tensor, Tensor
     scale = factor if is_key and config.rotates(layer) else 1.0
     bias = torch.zeros(config.kv_size) if linear.bias is None else linear.bias[part].detach().float()
     return weight[part].detach().float() * scale, bias * scale
-
-
-def lorc_shares(model: Decoder, mean_share: float, is_key: bool = True) -> list[float]:
-    """A share for each layer with the given mean: the more, the more an error made there can be amplified.
-
-    Layer l's weight is Σ_{m ≥ l} log κ_m, κ the condition number of layer m's projection: the logarithm of the product
-    of the condition numbers from l to the last layer. Shares lie between half the mean and 1.
-    """
-    if not 0 < mean_share <= 1:
-        raise ConfigError(f"mean_share={mean_share} must be above 0 and at most 1")
-    logs = []
-    for layer in range(model.config.num_layers):
-        singular = torch.linalg.svdvals(projection(model, layer, is_key)[0].double())
-        logs.append(math.log(float(singular[0] / singular[-1].clamp_min(1e-9 * float(singular[0])))))
-    amplified = [sum(logs[layer:]) for layer in range(len(logs))]
-    most, least = max(amplified), min(amplified)
-    spread = min(mean_share / 2, 1 - mean_share)
-    middle = sum(amplified) / len(amplified)
-    reach = max(most - middle, middle - least) or 1.0
-    return [mean_share + spread * (value - middle) / reach for value in amplified]
 
 
 def _widths(name: str, share: Share, config: ModelConfig) -> list[int]:

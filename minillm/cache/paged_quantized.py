@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Batch
-from minillm.cache.base import KVCache
+from minillm.cache.base import DequantizedRows, KVCache
 from minillm.models.config import ModelConfig
 from minillm.ops.paged_attention import paged_attention
 from minillm.ops.tree_attention import tree_attention
@@ -29,23 +29,6 @@ class RowField:
     def num_bytes(self) -> int:
         """Bytes per row."""
         return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class DequantizedRows:
-    """The keys or values of one layer. Indexing by slots dequantises those slots only."""
-
-    pools: Sequence[Tensor]
-    """One tensor per `RowField`: `[num_slots, num_kv_heads, …]`."""
-    decode: Callable[..., Tensor]
-    shape: tuple[int, int, int]
-    """`(num_slots, num_kv_heads, head_dim)`, the shape of the dequantised keys or values."""
-
-    def __getitem__(self, slots: Tensor | slice) -> Tensor:
-        """The dequantised keys or values in these slots, `[len(slots), num_kv_heads, head_dim]`."""
-        if isinstance(slots, slice):
-            return self.decode(*(pool[slots] for pool in self.pools))
-        return self.decode(*(pool.index_select(0, slots) for pool in self.pools))
 
 
 class PagedQuantizedKVCache(KVCache):

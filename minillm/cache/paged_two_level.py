@@ -28,37 +28,23 @@ from torch import Tensor
 
 from minillm.cache.base import KVCache, StoredRows
 from minillm.cache.paged_int4 import DEFAULT_GROUP_SIZE, PagedInt4KVCache
-from minillm.cache.paged_quantized import PagedQuantizedKVCache, RowField
-from minillm.models.config import ModelConfig
-from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quantize_affine, unpack_int4
+from minillm.cache.paged_quantized import RowField
+from minillm.ops.kv_quant import dequantize_affine, pack_int4, quantize_affine, unpack_int4
 
 LEVELS = 16
 """Steps of the lower nibble in one step of the upper."""
 
 
-class PagedTwoLevelKVCache(PagedQuantizedKVCache):
+class PagedTwoLevelKVCache(PagedInt4KVCache):
     """Two nibbles per number, and a float16 scale and zero point per token, KV head and group of `group_size` channels.
 
     8 + 32 / `group_size` bits per number, of which a draft reads 4 + 32 / `group_size`: 9 and 5 with groups of 32.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        group_size: int = DEFAULT_GROUP_SIZE,
-    ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device, group_size=group_size)
-        self.group = head_group(config.head_dim, group_size)
-
     @classmethod
     def row_fields(cls, head_dim: int, *, group_size: int = DEFAULT_GROUP_SIZE) -> tuple[RowField, ...]:
         """The parts of an INT4 row (packed upper nibbles, scales, zero points), then packed lower nibbles."""
-        upper, *scale_and_zero = PagedInt4KVCache.row_fields(head_dim, group_size=group_size)
+        upper, *scale_and_zero = super().row_fields(head_dim, group_size=group_size)
         return upper, *scale_and_zero, upper
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:

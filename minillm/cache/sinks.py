@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minillm.batch import Batch
 from minillm.cache.sequence_rows import check_at_least
-from minillm.cache.window import WindowKVCache, ring_bytes
+from minillm.cache.window import WindowKVCache
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 from minillm.models.rope import inverse_frequencies
@@ -60,21 +60,6 @@ class SinksKVCache(WindowKVCache):
         self.rotated = [config.rotates(layer) for layer in range(config.num_layers)]
         # Only the frequencies: the query already contains YaRN's factor on cosines and sines.
         self.frequencies = inverse_frequencies(config.rope, config.head_dim)[0].to(device)
-
-    @classmethod
-    def bytes_per_block(
-        cls,
-        config: ModelConfig,
-        block_size: int,
-        dtype: torch.dtype,
-        *,
-        sinks: int = 4,
-        window: int = 252,
-        spare: int = 16,
-    ) -> int:
-        """Bytes of the keys and values of sinks and ring, or of the whole context if that is shorter."""
-        _check(config, sinks, window)
-        return ring_bytes(config, block_size, dtype, sinks, window, spare)
 
     @property
     def num_bytes(self) -> int:

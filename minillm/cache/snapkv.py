@@ -46,25 +46,9 @@ class SnapKVCache(CompressedPromptKVCache):
         window: int = 32,
         kernel: int = 7,
     ) -> None:
+        _check(budget, window, kernel)
         super().__init__(config, num_blocks, block_size, dtype, device, window=window)
-        _check(budget, window, kernel)
         self.budget, self.kernel = budget, kernel
-
-    @classmethod
-    def bytes_per_block(
-        cls,
-        config: ModelConfig,
-        block_size: int,
-        dtype: torch.dtype,
-        *,
-        budget: int = 256,
-        window: int = 32,
-        kernel: int = 7,
-    ) -> int:
-        """Bytes of a prompt as long as the context before it is complete; see `CompressedPromptKVCache`."""
-        _check(budget, window, kernel)
-        cls.check(config, window)
-        return cls.whole_bytes(config, block_size, dtype, window)
 
     def compress(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Parts | None:
         """See `CompressedPromptKVCache.compress`: keys and values of the kept tokens, in order of position."""
@@ -82,16 +66,18 @@ class SnapKVCache(CompressedPromptKVCache):
         return keys, values
 
 
-def observed_mass(queries: Tensor, keys: Tensor) -> Tensor:
+def observed_mass(queries: Tensor, keys: Tensor, window: int | None = None) -> Tensor:
     """The attention that each token gets from the last tokens: `[num_kv_heads, n]`, at least fp32.
 
-    `queries`: `[w, num_heads, head_dim]`, those of the last w tokens; `keys`: `[n, num_kv_heads, head_dim]`.
+    `queries`: `[w, num_heads, head_dim]`, those of the last w tokens; `keys`: `[n, num_kv_heads, head_dim]`. `window`:
+    that of the layer, if its queries see only the last `window` tokens.
     """
     dtype = torch.promote_types(queries.dtype, torch.float32)
     grouped = queries.to(dtype).unflatten(1, (keys.shape[1], -1))
     scores = torch.einsum("wkgd,nkd->kgwn", grouped, keys.to(dtype)) * keys.shape[2] ** -0.5
     position = torch.arange(len(keys) - len(queries), len(keys), device=keys.device).unsqueeze(1)
-    hidden = torch.arange(len(keys), device=keys.device) > position
+    key = torch.arange(len(keys), device=keys.device)
+    hidden = key > position if window is None else (key > position) | (key <= position - window)
     return scores.masked_fill_(hidden, float("-inf")).softmax(-1).sum((1, 2))
 
 

@@ -46,30 +46,19 @@ class SqueezedKVCache(CompressedPromptKVCache):
         cluster_share: float = 0.05,
         window: int = 32,
     ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device, window=window)
         _check(threshold, cluster_share)
+        super().__init__(config, num_blocks, block_size, dtype, device, window=window)
         self.threshold, self.cluster_share = threshold, cluster_share
         self.rows_read = torch.zeros(2, dtype=torch.int64, device=device)
         """Clustered rows that queries have read, and those they would read without centroids; per KV head and query."""
 
-    @classmethod
-    def bytes_per_block(
-        cls,
-        config: ModelConfig,
-        block_size: int,
-        dtype: torch.dtype,
-        *,
-        threshold: float = 0.5,
-        cluster_share: float = 0.05,
-        window: int = 32,
-    ) -> int:
+    @property
+    def max_block_bytes(self) -> int:
         """Bytes of a request as long as the context: whole rows, observed queries, centroids, sizes and labels."""
-        _check(threshold, cluster_share)
-        cls.check(config, window)
-        centroids = num_clusters(block_size, cluster_share) * (config.head_dim * dtype.itemsize + 4)
-        labels = block_size * torch.int32.itemsize
-        more = config.num_layers * config.num_kv_heads * (centroids + labels)
-        return cls.whole_bytes(config, block_size, dtype, window) + more
+        config = self.config
+        centroid = config.head_dim * self.dtype.itemsize + 4
+        more = num_clusters(self.max_rows, self.cluster_share) * centroid + self.max_rows * torch.int32.itemsize
+        return super().max_block_bytes + config.num_layers * config.num_kv_heads * more
 
     @property
     def share_read(self) -> float:

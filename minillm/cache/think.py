@@ -37,18 +37,9 @@ class ThinkKVCache(CompressedPromptKVCache):
         key_share: float = 0.6,
         window: int = 32,
     ) -> None:
+        check_share("key_share", key_share)
         super().__init__(config, num_blocks, block_size, dtype, device, window=window)
-        check_share("key_share", key_share)
         self.num_channels = max(1, round(key_share * config.head_dim))
-
-    @classmethod
-    def bytes_per_block(
-        cls, config: ModelConfig, block_size: int, dtype: torch.dtype, *, key_share: float = 0.6, window: int = 32
-    ) -> int:
-        """Bytes of a prompt as long as the context before it is complete; see `CompressedPromptKVCache`."""
-        check_share("key_share", key_share)
-        cls.check(config, window)
-        return cls.whole_bytes(config, block_size, dtype, window)
 
     def compress(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Parts | None:
         """See `CompressedPromptKVCache.compress`: the kept channels' indices, keys in these channels, values."""

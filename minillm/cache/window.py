@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from minillm.batch import Batch
-from minillm.cache.base import KVCache
+from minillm.cache.base import SequenceKVCache
 from minillm.cache.sequence_rows import (
     QueryGroup,
     additive_mask,
@@ -115,14 +116,12 @@ class _Plan:
     """Key: index of the request in the batch."""
 
 
-class WindowKVCache(KVCache):
+class WindowKVCache(SequenceKVCache):
     """The last `window` tokens of each request, and `spare` more so that tokens can be rolled back.
 
     A layer with its own sliding window uses the smaller of the two.
     """
 
-    whole_sequences = True
-    supports_prefix_sharing = False
     keeps_every_token = False
     num_sinks = 0
     """Number of first tokens that every query sees in addition to its window."""
@@ -138,7 +137,9 @@ class WindowKVCache(KVCache):
         window: int = 256,
         spare: int = 16,
     ) -> None:
-        self.num_rows = _num_rows(self.num_sinks, window, spare, block_size)
+        check_at_least("window", window, 1)
+        check_at_least("spare", spare, 0)
+        self.num_rows = min(self.num_sinks + window + spare, block_size)
         self.window, self.spare = window, spare
         self.windows = [min(window, config.window(layer) or window) for layer in range(config.num_layers)]
         self.ring = max(self.num_rows - self.num_sinks, 1)
@@ -148,12 +149,10 @@ class WindowKVCache(KVCache):
         self.rings: dict[int, Ring] = {}
         """Key: block id. A block holds one request."""
 
-    @classmethod
-    def bytes_per_block(
-        cls, config: ModelConfig, block_size: int, dtype: torch.dtype, *, window: int = 256, spare: int = 16
-    ) -> int:
-        """Bytes of the keys and values in a ring, or in the whole context if that is shorter."""
-        return ring_bytes(config, block_size, dtype, 0, window, spare)
+    @property
+    def max_block_bytes(self) -> int:
+        """Bytes of the keys and values of sinks and ring, or of the whole context if that is shorter."""
+        return 2 * len(self.windows) * self.num_rows * prod(self.row_shape) * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -307,15 +306,3 @@ class WindowKVCache(KVCache):
     def _hidden(self, position: Tensor, key: Tensor, window: int) -> Tensor:
         """True where token `key` is after the query's `position`, or before its window and not a sink."""
         return (key > position) | ((key <= position - window) & (key >= self.num_sinks))
-
-
-def ring_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, sinks: int, window: int, spare: int) -> int:
-    """Bytes of one request's rows over all layers. Raises `ConfigError` for an invalid window or spare."""
-    rows = _num_rows(sinks, window, spare, block_size)
-    return 2 * config.num_layers * rows * config.kv_size * dtype.itemsize
-
-
-def _num_rows(sinks: int, window: int, spare: int, block_size: int) -> int:
-    check_at_least("window", window, 1)
-    check_at_least("spare", spare, 0)
-    return min(sinks + window + spare, block_size)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from minillm.cache.prefix import extend_block_hashes
+from minillm.chat_template import ChatTemplate
 from minillm.errors import MinillmError
 from minillm.fill_in_the_middle import fim_prompt
 from minillm.models.hub import resolve
-from minillm.serve.chat_template import ChatTemplate
 from minillm.serve.requests import ChatRequest, CompletionRequest
 from minillm.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ class PrefixReader:
                 token_ids = self._completion_tokens(request)
             elif path == CHAT:
                 request = ChatRequest.model_validate_json(body)
-                text = self.template.render(request)
+                text = request.prompt_text(self.template)
                 token_ids = self.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
             else:
                 return []

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from minillm.async_llm import AsyncLLM
+from minillm.chat_template import ChatTemplate
 from minillm.config import EngineArgs, at_least
 from minillm.serve.app import build_app
-from minillm.serve.chat_template import ChatTemplate
 from minillm.serve.settings import MAX_NUM_QUEUED_REQS, ServerSettings
 
 Header = tuple[bytes, bytes]
@@ -54,8 +54,6 @@ class ReplicaSettings:
     allowed_origins: tuple[str, ...] = ("*",)
     max_num_queued_reqs: int = MAX_NUM_QUEUED_REQS
     """Most unfinished sequences of a replica; a request that would exceed it is answered 503."""
-    max_logprobs: int = 20
-    max_body_bytes: int = 4 << 20
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +66,7 @@ class ReplicaSettings:
     def server_settings(self, api_keys: tuple[str, ...] = ()) -> ServerSettings:
         """The server's settings. Raises `ConfigError`."""
         names = self.model_names or (self.model,)
-        return ServerSettings(names, api_keys, self.allowed_origins, self.max_body_bytes, self.max_logprobs)
+        return ServerSettings(names, api_keys, self.allowed_origins)
 
 
 class Replica:

@@ -103,19 +103,15 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from minillm.chat_template import ChatTemplate, read_template
     from minillm.cluster.replica import ReplicaSettings
     from minillm.cluster.session import ray_session, set_environment
-    from minillm.models.loading import load_config, resolve
-    from minillm.serve.chat_template import read_template
+    from minillm.models.hub import resolve
+    from minillm.models.loading import load_config
     from minillm.serve.server import listen
     from minillm.tokenizer import Tokenizer
 
     read_template(args.chat_template)
-    if args.address is None:  # all is on this machine: the address, which another program may have, and the model
-        listen(args.host, args.port).close()
-        folder = resolve(args.model)
-        load_config(folder)
-        Tokenizer.from_folder(folder)
     replica = ReplicaSettings(
         args.model,
         serve.given_engine_options(args),
@@ -137,6 +133,11 @@ def _serve(args: argparse.Namespace) -> int:
         max_imbalance=args.max_imbalance,
         api_keys=serve.api_keys(args),
     )
+    if args.address is None:  # all is on this machine: the address, which another program may have, and the model
+        listen(args.host, args.port).close()
+        folder = resolve(args.model)
+        load_config(folder)
+        ChatTemplate(Tokenizer.from_folder(folder), args.model, args.chat_template)
     signal.signal(signal.SIGTERM, _stop)  # before anything is started, and after the import of Ray, which sets one too
     with ray_session(args.address), serving(settings, args.host, args.port) as url:
         print(f"minillm serves {args.replicas} replicas of {args.model} at {url}/v1", flush=True)
@@ -220,7 +221,7 @@ def _grade(args: argparse.Namespace) -> int:
     from minillm.cluster.grading import graders_of
 
     args.jobs = args.workers
-    return grade.grade(args, graders_of(_pool(args)))
+    return grade.run(args, graders_of(_pool(args)))
 
 
 def _failover_options(parser: argparse.ArgumentParser) -> None:

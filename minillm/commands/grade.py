@@ -48,13 +48,11 @@ def add_what_to_grade(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--isolation", choices=modes, default="", help=isolation_help)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Grade and write the reports. Returns 0 whatever the grades are."""
-    return grade(args)
+def run(args: argparse.Namespace, graders: Graders | None = None) -> int:
+    """Grade and write the reports. Returns 0 whatever the grades are.
 
-
-def grade(args: argparse.Namespace, graders: Graders | None = None) -> int:
-    """The same, with `graders` in place of processes here (`minillm.teaching.grading.batch.grade_all`)."""
+    `graders`: in place of processes here (`minillm.teaching.grading.batch.grade_all`).
+    """
     from tqdm import tqdm
 
     from minillm.teaching.grading import batch, reports

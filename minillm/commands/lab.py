@@ -73,17 +73,22 @@ def completion_options() -> list[str]:
     return [f"--ServerApp.jpserver_extensions={EXTENSION}=True", f"--LabApp.extra_labextensions_path={FRONT_END}"]
 
 
+def clone_folder(name: str, package: Path = PACKAGE) -> Path | None:
+    """The folder `name` of the clone that `package` belongs to; None if it is installed."""
+    folder = package.parent / name
+    return folder if folder.is_dir() and (package.parent / "pyproject.toml").exists() else None
+
+
 def lessons_folder(copies: Path | None, package: Path = PACKAGE, lesson: str = "") -> Path:
     """The folder of lessons to open: copies in `copies`, or if that is None, a clone's own or copies in `COPIES`.
 
     Raises `UnsupportedError` if there are no lessons to copy, `ConfigError` if they cannot be copied there, or if none
     of them, nor of the notebooks that are there, is `lesson` (see `find_lesson`); then nothing is copied.
     """
-    clone = package.parent / "lessons"
-    in_clone = clone.is_dir() and (package.parent / "pyproject.toml").exists()
-    if in_clone and copies is None:
+    clone = clone_folder("lessons", package)
+    if clone is not None and copies is None:
         return clone
-    source = clone if in_clone else package / "_lessons"
+    source = clone or package / "_lessons"
     if not source.is_dir():
         raise UnsupportedError(f"{source} does not exist: this copy of minillm carries no lessons; install it again")
     target = copies or COPIES
@@ -106,11 +111,10 @@ def solutions_folder(lessons: Path, package: Path = PACKAGE) -> Path:
 
     Raises `UnsupportedError` if there are none to copy, `ConfigError` if they cannot be copied there.
     """
-    clone = package.parent / "solutions"
-    in_clone = clone.is_dir() and (package.parent / "pyproject.toml").exists()
-    if in_clone and lessons == clone.parent / "lessons":
+    clone = clone_folder("solutions", package)
+    if clone is not None and lessons == clone.parent / "lessons":
         return clone
-    source, target = clone if in_clone else package / "_solutions", lessons / "solutions"
+    source, target = clone or package / "_solutions", lessons / "solutions"
     if not source.is_dir():
         raise UnsupportedError(f"{source} does not exist: this copy of minillm carries no solved lessons")
     try:

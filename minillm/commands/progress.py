@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from minillm.commands.command import Command
-from minillm.commands.lab import COPIES, PACKAGE
+from minillm.commands.lab import COPIES, clone_folder
 from minillm.errors import ConfigError
 
 EXAMPLES = """\
@@ -18,7 +18,7 @@ PATTERN = "[0-9][0-9]_*.ipynb"
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    where = f"folder of notebooks (default: ./{COPIES}, or a clone's own lessons)"
+    where = f"folder of notebooks (default: ./{COPIES}, or inside a clone its own lessons)"
     parser.add_argument("folder", nargs="?", type=Path, help=where)
 
 
@@ -51,11 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
 def notebooks(folder: Path | None) -> list[Path]:
     """The lessons in `folder`, or where `minillm lab` would open them. Raises `ConfigError` if there are none."""
-    places = [folder] if folder is not None else [COPIES, PACKAGE.parent / "lessons"]
-    for place in places:
-        if found := sorted(file for file in place.glob(PATTERN) if file.is_file()):
-            return found
-    raise ConfigError(f"{places[0]} has no notebook of a lesson; name the folder, or copy the lessons: minillm lab")
+    place = folder or clone_folder("lessons") or COPIES
+    if found := sorted(file for file in place.glob(PATTERN) if file.is_file()):
+        return found
+    raise ConfigError(f"{place} has no notebook of a lesson; name the folder, or copy the lessons: minillm lab")
 
 
 COMMAND = Command(

@@ -142,11 +142,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout} must be at least 0 seconds")
 
     from minillm.async_llm import AsyncLLM
+    from minillm.chat_template import ChatTemplate, read_template
     from minillm.config import EngineArgs
+    from minillm.models.hub import resolve
     from minillm.serve.app import build_app
-    from minillm.serve.chat_template import ChatTemplate, read_template
     from minillm.serve.server import check_log_level, listen, make_server, url_of
     from minillm.serve.settings import ServerSettings
+    from minillm.tokenizer import Tokenizer
 
     settings = ServerSettings(
         model_names=tuple(args.served_model_name or [args.model]),
@@ -156,8 +158,10 @@ def run(args: argparse.Namespace) -> int:
         max_logprobs=args.max_logprobs,
     )
     check_log_level(args.uvicorn_log_level)
-    read_template(args.chat_template)  # before the model is loaded: this may fail
+    read_template(args.chat_template)
     listener = listen(args.host, args.port)
+    if args.chat_template is not None:  # before the weights are loaded: this may fail
+        ChatTemplate(Tokenizer.from_folder(resolve(args.model)), args.model, args.chat_template)
     engine = AsyncLLM(engine_args(args, EngineArgs), max_num_queued_reqs=args.max_num_queued_reqs)
     try:
         template = ChatTemplate(engine.llm_engine.engine.tokenizer, args.model, args.chat_template)

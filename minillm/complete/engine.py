@@ -16,7 +16,7 @@ NUM_BLOCKS = 512
 
 
 def engine_args(environ: Mapping[str, str] = os.environ) -> EngineArgs:
-    """The bundled pair with 8-bit weights, or the models that the variables name, as they are.
+    """The bundled pair, or the models that the variables name. Bundled ones get 8-bit weights; others stay as they are.
 
     Without a draft model, suffix decoding drafts from the text so far.
     """
@@ -26,7 +26,7 @@ def engine_args(environ: Mapping[str, str] = os.environ) -> EngineArgs:
     speculative: dict[str, Any] = {"method": "suffix"}
     if draft is not None:
         speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
-    if is_bundled and draft is not None:
+    if draft in bundled.names():
         speculative["quantization"] = "w8a8"  # the draft's weights; the output does not change
     return EngineArgs(
         model,

@@ -101,7 +101,7 @@ class CompletionHandler(_Handler):
 
         body = self.request.body
         if len(body) > MAX_BODY_BYTES:
-            return TOO_LARGE, _error(f"the code has {len(body):,} bytes; the limit is {MAX_BODY_BYTES:,}")
+            return TOO_LARGE, _error(f"the code has {len(body):,} bytes; the limit is {MAX_BODY_BYTES:,}; split it")
         try:
             asked = msgspec.json.decode(body, type=CompletionBody)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from minillm.doctor import LOW_MEMORY_BYTES
 from minillm.doctor.import_probe import Answer, ask, problem
 from minillm.doctor.report import Row
-from minillm.hardware import LOW_MEMORY_BYTES, cpu, gpu, memory
+from minillm.hardware import cpu, gpu, memory
 from minillm.models import bundled
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
@@ -51,7 +52,7 @@ def machine() -> str:
 
     card = None if problem("torch") else gpu()
     if card is not None:
-        kernels_run = "PyTorch operations" if _tried(TRITON).problem else "Triton kernels"
+        kernels_run = "Triton kernels" if _runs_triton() else "PyTorch operations"
         return f"minillm {__version__} · {card.name}, {card.architecture} · {kernels_run}"
     chip = cpu()
     cores = f"{chip.usable_cores} core{'s' if chip.usable_cores > 1 else ''}"
@@ -106,7 +107,7 @@ def device() -> Row:
 
 
 def dtype() -> Row:
-    """What `dtype="auto"` means here, as `minillm.engine.assembly.choose_dtype` decides it."""
+    """What `dtype="auto"` means here, as `minillm.engine.placement.choose_dtype` decides it."""
     card = gpu()
     if card is None:
         meaning = "In float32, every way of running the engine on a CPU gives the same tokens."
@@ -127,6 +128,9 @@ def triton() -> Row:
     if card is None:
         meaning = "Without a GPU, Triton kernels run in its interpreter: correct, but slow."
         return Row("Triton", "limited", f"{version}, interpreter only", meaning)
+    if not _runs_triton():
+        meaning = "The kernels need an NVIDIA GPU of sm_75 or newer; the engine uses PyTorch."
+        return Row("Triton", "limited", f"{version}, not for {card.name}", meaning)
     if card.capability < (8, 0):
         meaning = f"Triton may refuse {card.architecture}; the engine then uses PyTorch."
         return Row("Triton", "limited", f"{version}, on {card.architecture}", meaning)
@@ -268,6 +272,15 @@ def browser() -> Row:
 def _tried(question: str) -> Answer:
     """The answer of the import probe to one question of `HEAVY`; all are asked together."""
     return ask(*HEAVY)[question]
+
+
+def _runs_triton() -> bool:
+    """Whether Triton kernels run on the GPU, which is there."""
+    import torch
+
+    from minillm.ops.dispatch import triton_runs
+
+    return not _tried(TRITON).problem and triton_runs(torch.device("cuda"))
 
 
 def _version(module: str) -> str:

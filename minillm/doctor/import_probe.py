@@ -66,7 +66,7 @@ def ask(*questions: str) -> dict[str, Answer]:
 
     If an import ends the process or takes too long, another process answers the questions behind it.
     """
-    return _ask(questions, tuple(sys.path))
+    return _ask(questions, tuple(entry for entry in sys.path if isinstance(entry, str)))  # Python skips any others
 
 
 def forget() -> None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from minillm.doctor import LOW_MEMORY_BYTES
 from minillm.errors import ConfigError
-from minillm.hardware import LOW_MEMORY_BYTES, gpu, memory
+from minillm.hardware import gpu, memory
 from minillm.ops.linear import PackedWeight, can_pack
 
 CPU_COPY_BYTES = 256 * 2**20

@@ -21,7 +21,7 @@ def commit(request: Request, verdict: Verdict) -> list[int]:
     for token in verdict.token_ids:
         request.token_ids.append(token)
         committed.append(token)
-        _read(request, token, request.num_output_tokens)
+        _append_output(request, token, request.num_output_tokens)
         if request.finished:
             break
     return committed
@@ -29,29 +29,29 @@ def commit(request: Request, verdict: Verdict) -> list[int]:
 
 def commit_again(request: Request) -> None:
     """After an interrupt inside `commit`: derive text and end anew from all output tokens, unless they are whole."""
-    if request.num_read_tokens == request.num_output_tokens or request.finish_reason == "abort":
+    if request.num_detokenized_tokens == request.num_output_tokens or request.finish_reason == "abort":
         return
-    request.num_read_tokens, request.text = 0, ""
+    request.num_detokenized_tokens, request.text = 0, ""
     request.finish_reason = request.stop_reason = None
     if request.detokenizer:
         request.detokenizer.restart()
     for count, token in enumerate(request.output_token_ids, start=1):
-        _read(request, token, count)
+        _append_output(request, token, count)
         if request.finished:
             break
 
 
-def _read(request: Request, token: int, count: int) -> None:
+def _append_output(request: Request, token: int, count: int) -> None:
     """Add the text of `token`, output token number `count`, and end the request if it ends there."""
-    _grow_text(request, token, count)
+    _append_text_and_check_stop(request, token, count)
     if request.finished:
         if request.detokenizer and not isinstance(request.stop_reason, str):
             request.text += request.detokenizer.flush()
         del request.logprobs[count:]  # those of accepted drafts behind the end
-    request.num_read_tokens = count
+    request.num_detokenized_tokens = count
 
 
-def _grow_text(request: Request, token: int, count: int) -> None:
+def _append_text_and_check_stop(request: Request, token: int, count: int) -> None:
     """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order.
 
     As in vLLM, the text of a stop token is left out unless `include_stop_str_in_output`, and there is no stop within

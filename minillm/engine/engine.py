@@ -11,7 +11,6 @@ from functools import partial
 from itertools import accumulate
 from threading import Lock, RLock
 
-import numpy as np
 from torch import Tensor
 
 from minillm.cache.block_pool import BlockPool
@@ -21,7 +20,7 @@ from minillm.engine.judge import BrokenRowError, DeviceJudge, HostJudge
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.engine.step_rows import StepRows
 from minillm.errors import DraftError, MinillmError, NonFiniteLogitsError, RequestTooLargeError, UnsupportedError
-from minillm.ops.transfer import copy_to_device
+from minillm.ops.transfer import indices_on_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.draft_policy import DraftPolicy
@@ -90,12 +89,6 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self.requests)
 
-    def check_request(self, request: Request) -> None:
-        """Raise what `check_fits` raises, or `MinillmError` if the request's id is in use."""
-        self.check_fits(request)
-        if request.request_id in self.requests:
-            raise MinillmError(f"request id {request.request_id!r} is in use; choose another")
-
     def check_fits(self, request: Request) -> None:
         """Raise `RequestTooLargeError` if the request needs more blocks than the whole pool has."""
         # The last token of the output is never computed.
@@ -108,9 +101,11 @@ class Engine:
             )
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; raises what `check_request` raises."""
+        """Queue a request. Raises what `check_fits` raises, or `MinillmError` if the request's id is in use."""
         with self.lock:
-            self.check_request(request)
+            self.check_fits(request)
+            if request.request_id in self.requests:
+                raise MinillmError(f"request id {request.request_id!r} is in use; choose another")
             self.requests[request.request_id] = request
             self.scheduler.add(request)
             prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
@@ -236,7 +231,7 @@ class Engine:
         num_observed = self.drafter.num_observed_queries
         if not num_observed:
             return []
-        ends = accumulate(item.num_tokens + len(item.draft.token_ids) for item in scheduled)
+        ends = accumulate(item.num_rows for item in scheduled)
         return [
             (item.request, range(end - min(num_observed, item.num_tokens), end))
             for item, end in zip(scheduled, ends, strict=True)
@@ -245,18 +240,18 @@ class Engine:
 
     def _drafter_needs_hidden(self, scheduled: Sequence[Scheduled]) -> bool:
         """Whether the drafter observes the hidden states of this step."""
-        if not self.drafter.observes_hidden:
-            return False
         policy = self.scheduler.draft_policy
-        return policy is None or policy.may_draft_next([item.request for item in scheduled])
+        if policy is None:  # then nothing is drafted
+            return False
+        return self.drafter.observes_hidden and policy.may_draft_next([item.request for item in scheduled])
 
     def _pass_hidden_to_drafter(self, rows: Sequence[int], advanced: Sequence[Request | None], hidden: Tensor) -> None:
         """Call `observe_hidden` for the requests that have gained tokens and go on. `rows`: `StepRows.of_last_tokens`,
         in the order of the requests in `advanced`."""
         gained = zip([request for request in advanced if request is not None], rows, strict=True)
         going_on = [(request, row) for request, row in gained if not request.finished]
-        if self.drafter is not None and going_on:
-            chosen = copy_to_device({"rows": np.array([row for _, row in going_on])}, hidden.device)["rows"]
+        if going_on:
+            chosen = indices_on_device([row for _, row in going_on], hidden.device)
             self.drafter.observe_hidden([request for request, _ in going_on], hidden.index_select(0, chosen))
 
     def _check_draft(self, draft: Draft) -> None:
@@ -372,12 +367,8 @@ def _free_blocks(runner: ModelRunner, drafter: Drafter | None, block_ids: Sequen
         drafter.free_blocks(block_ids)
 
 
-def _num_rows(item: Scheduled) -> int:
-    return item.num_tokens + len(item.draft.token_ids)
-
-
 def _work(item: Scheduled) -> Work:
-    return Work(item.request.request_id, item.kind, item.start, _num_rows(item))
+    return Work(item.request.request_id, item.kind, item.start, item.num_rows)
 
 
 def _tell_duration(policy: DraftPolicy, scheduled: Sequence[Scheduled], seconds: float) -> None:
@@ -385,7 +376,7 @@ def _tell_duration(policy: DraftPolicy, scheduled: Sequence[Scheduled], seconds:
     drafts = {item.request: len(item.draft.token_ids) for item in scheduled if item.draft.token_ids}
     if drafts or not any(item.num_drafts for item in scheduled):
         num_context = sum(item.start for item in scheduled)
-        policy.step_finished(drafts, sum(map(_num_rows, scheduled)), num_context, seconds)
+        policy.step_finished(drafts, sum(item.num_rows for item in scheduled), num_context, seconds)
 
 
 def _origins(num_committed: int, draft: Draft, verdict: Verdict) -> list[TokenOrigin]:

@@ -3,8 +3,7 @@
 Decoding, verification and prefill share one token budget per step. Running requests come first, by priority, and each
 gets at least one token; the rest of the budget goes to waiting requests. When the pool has no free block left, the
 running request of lowest priority is preempted: it loses its blocks and is recomputed later. Drafts never preempt.
-
-A shared block is never written: a request that is about to write into one gets its own copy first.
+The `KVCacheManager` says which blocks a request shares, and gives it others.
 """
 
 from __future__ import annotations
@@ -14,25 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
+from typing import ClassVar
 
 from minillm.batch import Segment
 from minillm.cache.block_pool import BlockPool, BlockPoolError
 from minillm.config import EngineArgs
+from minillm.engine.kv_cache_manager import KVCacheManager
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPolicy
 from minillm.speculative.drafter import NO_DRAFT, Draft
-from minillm.trace import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksEvicted,
-    BlocksFreed,
-    BlocksShared,
-    DraftsPlanned,
-    Event,
-    RequestPreempted,
-    WorkKind,
-)
+from minillm.trace import BlocksFreed, DraftsPlanned, Event, RequestPreempted, WorkKind
 
 
 @dataclass(slots=True)
@@ -75,6 +65,11 @@ class Scheduled:
         return params.logprobs is not None or params.prompt_logprobs is not None
 
     @property
+    def num_rows(self) -> int:
+        """Rows that the request brings to the forward: its tokens and its drafts."""
+        return self.num_tokens + len(self.draft.token_ids)
+
+    @property
     def num_judged(self) -> int:
         """Rows of logits that choose tokens: one per draft and one more, or none before the prompt is complete."""
         return len(self.draft.token_ids) + 1 if self.completes else 0
@@ -82,7 +77,7 @@ class Scheduled:
     @property
     def num_logits(self) -> int:
         """Rows of logits that the step computes, those of prompt tokens included."""
-        return self.num_tokens + len(self.draft.token_ids) if self.wants_prompt_logprobs else self.num_judged
+        return self.num_rows if self.wants_prompt_logprobs else self.num_judged
 
     @property
     def segment(self) -> Segment:
@@ -98,24 +93,15 @@ class Scheduled:
         )
 
 
-@dataclass(frozen=True)
-class SharedBlocks:
-    """Blocks that already hold the first `num_tokens` tokens of a request."""
-
-    block_ids: list[int]
-    num_tokens: int
-    source: str
-
-
-NO_SHARED_BLOCKS = SharedBlocks([], 0, "prefix")
-
-
 def _ignore(request: Request) -> None:
     """The default callback."""
 
 
 class Scheduler:
-    """Two queues and the block pool. `LLM(scheduler_cls=...)` puts a subclass in its place."""
+    """Two queues and the block pool. `LLM(scheduler_cls=...)` puts a subclass in its place; which blocks a request gets
+    is decided by its `kv_cache_manager_cls`."""
+
+    kv_cache_manager_cls: ClassVar[type[KVCacheManager]] = KVCacheManager
 
     def __init__(
         self,
@@ -132,20 +118,19 @@ class Scheduler:
         self.disable_by_batch_size: int | None = None
         """With more requests than this, running and waiting, none gets drafts; None: no limit."""
         self.asked_policy = False
-        """Whether the draft policy was asked in the latest step. It is told of no other."""
+        """Whether this step asked the draft policy; only such a step's duration is reported to it."""
         self.steps_since_plan = 0
         """Steps since the draft policy was asked, because its plan, to draft nothing, holds."""
         self._steps_to_plan = 0
         """How many more steps the plan holds for."""
         self.emit = emit
-        self.copy_blocks = copy_blocks
+        self.kv_cache_manager = self.kv_cache_manager_cls(pool, bool(config.enable_prefix_caching), emit, copy_blocks)
         self.on_drop: Callable[[Request], None] = _ignore
         """Called with each request that has lost its blocks."""
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         """In order of rank."""
         self._arrivals = count()
-        pool.on_evict = lambda block_ids: emit(BlocksEvicted(list(block_ids)))
 
     def rank(self, request: Request) -> tuple[int, int]:
         """The order in which requests are served: lowest first."""
@@ -191,7 +176,7 @@ class Scheduler:
         """Reserve the slots of the next `num_tokens` tokens, preempting the last of the requests `behind`, and at last
         `request` itself, until they fit. Returns whether they fit, and whether any request was preempted."""
         preempted = False
-        while not self._reserve_slots(request, request.num_computed_tokens, num_tokens):
+        while not self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens, num_tokens):
             victim = behind.pop() if behind else request
             self._preempt(victim)
             preempted = True
@@ -214,7 +199,7 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int) -> Scheduled | None:
         """Start a waiting request if the pool has room for all its tokens; with less it would soon be preempted."""
-        found = self._find_shared_blocks(request)
+        found = self.kv_cache_manager.get_computed_blocks(request)
         left = request.num_tokens - found.num_tokens
         num_tokens = min(self._chunk(left), budget)
         if num_tokens < left and not self.config.enable_chunked_prefill:
@@ -226,11 +211,8 @@ class Scheduler:
         needed = self.pool.blocks_for(request.num_tokens) - len(found.block_ids) + copies
         if needed > self.pool.num_free - cached:
             return None
-        if found.block_ids:
-            self.pool.share(found.block_ids)
-            request.block_table += found.block_ids
-            self.emit(BlocksShared(request.request_id, found.block_ids, found.num_tokens, found.source))
-        if not self._reserve_slots(request, found.num_tokens, num_tokens):
+        self.kv_cache_manager.share(request, found)
+        if not self.kv_cache_manager.allocate_slots(request, found.num_tokens, num_tokens):
             raise BlockPoolError(f"the pool has {self.pool.num_free} free blocks and gave none of {needed}")
         self._end_plan()
         self.running.append(request)
@@ -241,24 +223,6 @@ class Scheduler:
         """Whether the blocks that this request will share are still being filled."""
         parent = request.fork_of
         return parent is not None and not parent.finished and parent.num_computed_tokens < parent.num_prompt_tokens
-
-    def _find_shared_blocks(self, request: Request) -> SharedBlocks:
-        """Blocks that a waiting request can share. Its last token is always computed, because its logits are needed."""
-        parent = request.fork_of
-        if parent is not None and not parent.finished and not request.num_output_tokens:
-            shared = self.pool.blocks_for(request.num_prompt_tokens)
-            start = request.num_prompt_tokens - 1
-            return SharedBlocks(parent.block_table[:shared], start, "fork")
-        if not self.config.enable_prefix_caching or request.lacks_prompt_logprobs:
-            return NO_SHARED_BLOCKS
-        found: list[int] = []
-        hashes = request.block_hashes(self.pool.block_size)
-        for block_hash in hashes[: (request.num_tokens - 1) // self.pool.block_size]:
-            block_id = self.pool.find(block_hash)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return SharedBlocks(found, len(found) * self.pool.block_size, "prefix")
 
     def _chunk(self, num_tokens: int) -> int:
         """`num_tokens`, limited to what one request may have of a step."""
@@ -310,55 +274,14 @@ class Scheduler:
     def _drafts_that_fit(self, item: Scheduled) -> int:
         """The number of wanted drafts that fit into blocks that are free without preemption."""
         for num_drafts in range(item.num_drafts, 0, -1):
-            if self._reserve_slots(item.request, item.start, item.num_tokens + num_drafts):
+            if self.kv_cache_manager.allocate_slots(item.request, item.start, item.num_tokens + num_drafts):
                 return num_drafts
         return 0
-
-    def _reserve_slots(self, request: Request, start: int, num_tokens: int) -> bool:
-        """Give `request` blocks of its own for tokens `start … start + num_tokens - 1`.
-
-        Missing blocks are appended, shared ones copied. Returns False, without any change, if the pool has too few.
-        Full blocks of committed tokens are registered at once, so that other requests find them in this same step: a
-        layer stores all keys before it reads any.
-        """
-        end, held = start + num_tokens, len(request.block_table)
-        needed = self.pool.blocks_for(end)
-        missing = max(0, needed - held)
-        written = range(start // self.pool.block_size, min(needed, held))
-        shared = [i for i in written if self.pool.ref_count(request.block_table[i]) > 1]
-        block_ids = self.pool.allocate(missing + len(shared)) if missing or shared else []
-        if block_ids is None:
-            return False
-        for index in shared:
-            self._copy_on_write(request, index, block_ids.pop())
-        if block_ids:
-            request.block_table += block_ids
-            self.emit(BlocksAllocated(request.request_id, block_ids))
-        self._cache_full_blocks(request, start, min(end, request.num_tokens))
-        return True
-
-    def _copy_on_write(self, request: Request, index: int, target: int) -> None:
-        source = request.block_table[index]
-        self.copy_blocks([(source, target)])  # contents first: an interrupt after this line loses nothing
-        request.block_table[index] = target
-        self.pool.free([source])
-        self.emit(BlockCopied(request.request_id, source, target))
-
-    def _cache_full_blocks(self, request: Request, start: int, end: int) -> None:
-        """Register the hashes of the blocks that become full when tokens `start … end - 1` are computed."""
-        size = self.pool.block_size
-        full = range(start // size, end // size)
-        if not (full and self.config.enable_prefix_caching):
-            return
-        table, hashes = request.block_table, request.block_hashes(size)
-        cached = [table[i] for i in full if self.pool.register(table[i], hashes[i])]
-        if cached:
-            self.emit(BlocksCached(request.request_id, cached))
 
     def _preempt(self, request: Request) -> None:
         """Free all blocks of `request` and put it back into the waiting queue, by its rank."""
         self.emit(RequestPreempted(request.request_id, request.num_computed_tokens))
-        self._free(request, 0, "preempted")
+        self.kv_cache_manager.free(request, "preempted")
         self._drop(request)
         insort(self.waiting, request, key=self.rank)
         self.running.remove(request)
@@ -366,13 +289,14 @@ class Scheduler:
     def roll_back(self, request: Request, start: int) -> None:
         """After tokens from `start` on: register the blocks that accepted drafts have filled, and free the tail blocks
         that hold only rejected ones. The block of the next token stays."""
-        self._cache_full_blocks(request, start, request.num_computed_tokens)
-        self._free(request, self.pool.blocks_for(request.num_computed_tokens + 1), "rolled_back")
+        self.kv_cache_manager.cache_full_blocks(request, start, request.num_computed_tokens)
+        kept = self.pool.blocks_for(request.num_computed_tokens + 1)
+        self.kv_cache_manager.free(request, "rolled_back", kept)
 
     def remove(self, request: Request, reason: str) -> None:
         """Free a request's blocks and remove it from its queue; its full blocks stay in the prefix cache."""
-        self._cache_full_blocks(request, 0, request.num_computed_tokens)
-        self._free(request, 0, reason)
+        self.kv_cache_manager.cache_full_blocks(request, 0, request.num_computed_tokens)
+        self.kv_cache_manager.free(request, reason)
         self._drop(request)
         if request in self.running:
             self.running.remove(request)
@@ -383,13 +307,6 @@ class Scheduler:
         self._end_plan()
         request.drop_cache()
         self.on_drop(request)
-
-    def _free(self, request: Request, keep: int, reason: str) -> None:
-        tail = request.block_table[keep:]
-        if tail:
-            self.pool.free(tail)
-            del request.block_table[keep:]
-            self.emit(BlocksFreed(request.request_id, tail, reason))
 
     def recover(self, requests: Iterable[Request]) -> None:
         """Rebuild the queues and the pool from the requests, after an interrupt between any two lines.

@@ -55,5 +55,5 @@ class StepRows:
         for item in self.scheduled:
             row -= item.num_logits
             if row < 0:
-                return item, item.start + item.num_tokens + len(item.draft.token_ids) + row + 1
+                return item, item.start + item.num_rows + row + 1
         raise IndexError("the step has fewer rows")

@@ -24,7 +24,8 @@ from tqdm import tqdm
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from minillm.models.config import ModelConfig, RopeConfig
-from minillm.models.loading import load_config, load_model, resolve, stored_scheme, stored_tensors
+from minillm.models.hub import resolve
+from minillm.models.loading import load_config, load_model, stored_scheme, stored_tensors
 from minillm.models.rope import inverse_frequencies
 from minillm.tokenizer import Tokenizer
 

@@ -10,7 +10,8 @@ import torch
 from minillm.errors import UnsupportedError
 from minillm.models.calibration import calibrate
 from minillm.models.held_out import calibration_prompts
-from minillm.models.loading import load_model, resolve, stored_scheme
+from minillm.models.hub import resolve
+from minillm.models.loading import load_model, stored_scheme
 from minillm.models.quantize import linear_bytes, num_weights, quantize_model
 from minillm.models.quantized_checkpoint import check_new_folder, save_quantized
 from minillm.models.shards import Shards

@@ -29,6 +29,8 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     if not isinstance(name, (str, os.PathLike)):
         raise CheckpointError(f"model {short_repr(name)} must be a name or a path, as text")
     name = os.fsdecode(name)
+    if not name:  # as a path it would be the current folder
+        raise CheckpointError("the name of the model is empty; give a bundled name, a folder or a hub id")
     if name in bundled.names():
         return bundled.path(name)
     try:

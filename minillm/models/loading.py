@@ -37,8 +37,6 @@ from minillm.models.tensor_names import EMBEDDING, UNEMBEDDING, Part, stored_par
 from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.schemes import make_scheme
 
-__all__ = ["llama_config", "load_config", "load_model", "resolve", "save_llama", "stored_tensors", "cast_model"]
-
 RECOMPUTED = "rotary_emb.inv_freq"
 """Old Llama checkpoints store these frequencies. They are ignored, because they follow from the configuration."""
 

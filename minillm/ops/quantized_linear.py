@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.ops.kv_quant import unpack_int4
+
 LARGEST = 127
 
 
@@ -41,11 +43,7 @@ def int4_linear(
     groups]` fp16; `qzeros`: `[out, ⌈groups / 2⌉]`, packed in the same way; w = (code - zero) · scale. The last group
     may be shorter."""
     columns, groups = x.shape[1], scales.shape[1]
-    codes, zeros = _unpack(qweight)[:, :columns], _unpack(qzeros)[:, :groups]
+    codes, zeros = unpack_int4(qweight)[:, :columns], unpack_int4(qzeros)[:, :groups]
     group = torch.arange(columns, device=x.device) // group_size
     weight = (codes.float() - zeros.float()[:, group]) * scales.float()[:, group]
     return F.linear(x, weight.to(x.dtype), bias)
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minillm.ops.sample import sample
+from minillm.ops.sample import one_hot, sample
 
 
 class Verdicts(NamedTuple):
@@ -58,14 +58,10 @@ def rejection(
     residual = p
     if len(draft):
         first_rejected = (start + accepted).clamp(max=len(draft) - 1)
-        q = _one_hot(x[first_rejected], p) if draft_probs is None else draft_probs[first_rejected]
+        q = one_hot(x[first_rejected], p) if draft_probs is None else draft_probs[first_rejected]
         residual = torch.where(rejected[:, None], (p - q).clamp(min=0), p)
     # If p and q are equal up to rounding, there is no residual: draw from p itself.
     weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
     tokens, can_be_drawn = sample(weights, next_token_uniforms[row])
     are_valid = torch.ones_like(count).scatter_reduce(0, request, is_draft_valid.long(), "amin").bool()
     return Verdicts(accepted, tokens, are_valid & can_be_drawn)
-
-
-def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros_like(like).scatter_(1, tokens[:, None], 1.0)

@@ -34,6 +34,12 @@ def sample(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, (total.isfinite() & (total > 0)).squeeze(1)
 
 
+def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    """Distributions with probability 1 for one token each: tokens `[rows]` int64 → a tensor like `like`, `[rows,
+    vocab]`."""
+    return torch.zeros_like(like).scatter_(1, tokens[:, None], 1.0)
+
+
 def all_finite(logits: Tensor) -> Tensor:
     """Whether each row holds neither NaN nor infinity: `[rows, vocab]` of any float dtype → `[rows]` bool.
 

@@ -8,7 +8,7 @@ index that is a list or a mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 
@@ -35,6 +35,11 @@ def copy_to_device(columns: Mapping[str, np.ndarray], device: torch.device) -> d
         part = device_words[begin : begin + len(column)]
         sent[name] = part if column.dtype == np.int64 else part.view(torch.float64)
     return sent
+
+
+def indices_on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Copy integers to `device` without waiting: `[len(values)]` int64."""
+    return copy_to_device({"values": np.array(values, np.int64)}, device)["values"]
 
 
 def copy_to_host(*results: Tensor) -> list[list[int]]:

@@ -37,11 +37,11 @@ from safetensors.torch import save_file
 
 from minillm.config import at_least
 from minillm.errors import CheckpointError, ConfigError, PromptError
+from minillm.input_processor import check_token_ids
 from minillm.llm import LLM
-from minillm.llm_engine import check_token_ids
 from minillm.models.config import ModelConfig
 from minillm.models.fingerprint import digest_of_weights
-from minillm.models.loading import resolve
+from minillm.models.hub import resolve
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
 from minillm.reuse.scratch import Scratch, check_prefix_caching

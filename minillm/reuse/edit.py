@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from minillm.errors import PromptError
+from minillm.input_processor import check_token_ids
 from minillm.json_files import short_repr
 from minillm.llm import LLM
-from minillm.llm_engine import check_token_ids
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
 from minillm.reuse.scratch import Scratch, check_prefix_caching

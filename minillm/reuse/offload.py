@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from minillm.batch import Segment
 from minillm.errors import ConfigError, PromptError, UnsupportedError
+from minillm.input_processor import check_token_ids
 from minillm.llm import LLM
-from minillm.llm_engine import check_token_ids
 from minillm.models.decoder import DecoderLayer
 from minillm.ops.linear import Linear
 from minillm.ops.rms_norm import rms_norm

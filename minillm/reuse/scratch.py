@@ -23,8 +23,8 @@ from torch import Tensor
 from minillm.batch import Segment
 from minillm.cache.prefix import extend_block_hashes
 from minillm.errors import PromptError, RequestTooLargeError, UnsupportedError
+from minillm.input_processor import check_token_ids
 from minillm.llm import LLM
-from minillm.llm_engine import check_token_ids
 from minillm.reuse.kv_span import KVSpan
 
 

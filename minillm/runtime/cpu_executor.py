@@ -19,7 +19,14 @@ from minillm.ops.cpu.compiled import showing_progress
 from minillm.ops.cpu.launch import Launcher
 from minillm.ops.cpu.matrix_fields import INPUTS, NONE, OUTPUTS
 from minillm.ops.cpu.simd import LANES
-from minillm.runtime.packed_decoder import PackedDecoder, bits_of, empty_aligned, packed, unsupported_model
+from minillm.runtime.packed_decoder import (
+    PackedDecoder,
+    bits_of,
+    empty_aligned,
+    packed,
+    unsupported_model,
+    unsupported_shape,
+)
 from minillm.runtime.runner import ObservedStep
 
 Rows = tuple[np.ndarray | int, ...]
@@ -43,7 +50,12 @@ NO_QUERIES = NO_SURVIVAL = np.empty(0, np.float32)
 
 def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
     """Why the compiled step cannot run this model over this cache; None if it can."""
-    return unsupported_model(model) or _unsupported_cache(cache)
+    return unsupported_model(model) or _unsupported_cache(cache) or _unsupported_cache_dtype(cache)
+
+
+def unsupported_sizes(model: Decoder, cache: KVCache) -> str | None:
+    """The reason, if it is the dtype or the sizes of the model, over a cache that the compiled step could read."""
+    return None if _unsupported_cache(cache) else unsupported_shape(model)
 
 
 def _unsupported_cache(cache: KVCache) -> str | None:
@@ -52,11 +64,6 @@ def _unsupported_cache(cache: KVCache) -> str | None:
         return (
             f"the compiled step reads keys and values as {', '.join(FORMATS)}; "
             f"{type(cache).__name__} stores them in its own way"
-        )
-    if rows.format == "float" and rows.keys[0].dtype not in (torch.float32, torch.bfloat16):
-        return (
-            "the compiled step reads keys and values in float32 or bfloat16, "
-            f"{type(cache).__name__} stores them in {str(rows.keys[0].dtype)[6:]}"
         )
     if cache.ops != type(cache).ops:
         return "an operation of the cache was replaced"
@@ -67,12 +74,22 @@ def _unsupported_cache(cache: KVCache) -> str | None:
     return None
 
 
+def _unsupported_cache_dtype(cache: KVCache) -> str | None:
+    rows = cache.stored_rows()
+    if rows is None or rows.format != "float" or rows.keys[0].dtype in (torch.float32, torch.bfloat16):
+        return None
+    return (
+        "the compiled step reads keys and values in float32 or bfloat16, "
+        f"{type(cache).__name__} stores them in {str(rows.keys[0].dtype)[6:]}"
+    )
+
+
 class CpuExecutor:
     """One model over one cache. The weights move here, so that they are in memory only once: the model keeps only its
     configuration. The cache stays where it is: the step reads and writes its memory."""
 
     runs_trees = True
-    drafts_likely = True
+    supports_confidence = True
 
     def __init__(
         self,
@@ -145,10 +162,10 @@ class CpuExecutor:
             raise NonFiniteLogitsError(BROKEN_DRAFTS)
         return tokens
 
-    def draft_likely(
+    def draft_while_confident(
         self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
     ) -> tuple[list[list[int]], list[float]]:
-        """See `ModelRunner.draft_likely`. All steps are one compiled call, as in `draft`."""
+        """See `ModelRunner.draft_while_confident`. All steps are one compiled call, as in `draft`."""
         drafted = np.full((len(segments), count), step.ENDED, np.int64)
         products = np.array(survival, np.float32)
         self._run(segments, drafted, NO_ROWS, NO_QUERIES, products, min_survival)

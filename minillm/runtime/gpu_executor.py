@@ -36,27 +36,24 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from subprocess import CalledProcessError
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from minillm.batch import Batch
+from minillm.batch import Batch, Segment
 from minillm.cache.base import KVCache
 from minillm.errors import BROKEN_DRAFTS, NonFiniteLogitsError
 from minillm.models.decoder import Decoder
 from minillm.ops.dispatch import implementations
 from minillm.ops.triton.machine import FLOATS, power_of_two
 from minillm.ops.triton.tiling import AttentionMetadata, HeadShape, StepSizes, Tiling
-from minillm.runtime.capture_failure import CaptureError, capture_errors
+from minillm.runtime.cuda_graphs import Capture, CaptureError, CudaCapture, Replay
 from minillm.runtime.gpu_step import FORMATS, Ops, Weights, forward, is_capturable
 from minillm.runtime.runner import ObservedStep
-from minillm.runtime.step_inputs import Shape, StepInputs, query_starts
-
-if TYPE_CHECKING:
-    from minillm.batch import Segment
+from minillm.runtime.step_inputs import Shape, StepInputs
 
 MAX_GRAPH_TOKENS = 512
 """Tokens of the largest graph. More tokens keep a GPU busy without one."""
@@ -68,16 +65,10 @@ TOKENS_PER_REQUEST = 8
 """Tokens per request in the graph of the largest batch: one and seven drafts."""
 SHORTEST_CONTEXT = 256
 """All shorter contexts share a graph: attention does not split so few keys anyway."""
-WARM_UPS = 2
-"""Runs before a capture. The first compiles kernels and allocates workspaces, which a capture must not do."""
 NO_TOKEN = -1
 """Stored instead of a draft token whose logits were NaN or infinite."""
 FAILURES = (TritonError, RuntimeError, OSError, AssertionError, CalledProcessError)
 """Errors on a machine that cannot compile kernels: no C compiler, no libcuda, a driver that is too old, …"""
-
-Replay = Callable[[], None]
-Capture = Callable[[Callable[[], None]], Replay]
-"""Record the launches of a function; returns a function that replays them."""
 
 
 def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
@@ -122,34 +113,6 @@ def padded_size(count: int) -> int:
         return power_of_two(count)
     step = max(8, power_of_two(count) // 8)
     return -(-count // step) * step
-
-
-class CudaCapture:
-    """Records CUDA graphs, all on one side stream and with one memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], None]) -> Replay:
-        """See `Capture`. Warms up on the stream that records, because cuBLAS workspaces belong to a stream.
-
-        Raises `CaptureError`. What other threads do to the device meanwhile does not disturb the recording.
-        """
-        current = torch.cuda.current_stream()
-        try:
-            self.stream.wait_stream(current)
-            with capture_errors(torch.cuda.stream(self.stream)):
-                for _ in range(WARM_UPS):
-                    function()
-            current.wait_stream(self.stream)
-            graph = torch.cuda.CUDAGraph()
-            recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-            with capture_errors(recording):
-                function()
-        finally:
-            torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place
-        return graph.replay
 
 
 @dataclass(frozen=True)
@@ -201,7 +164,7 @@ class GpuExecutor:
         """The captured steps by shape and number of drafts (0: a step without drafting)."""
 
     runs_trees = False
-    drafts_likely = False
+    supports_confidence = False
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
@@ -214,19 +177,21 @@ class GpuExecutor:
         """See `ModelRunner.run_observed`. With `rows`, it runs without a graph, whose queries nobody could read in
         between."""
         with self._on_device():
-            if rows:
-                hidden, queries = self._hidden_and_queries(segments, rows)
-            else:
-                hidden = self._hidden(segments)
-                queries = hidden.new_empty(len(self.weights.layers), 0, self.weights.num_heads, self.weights.head_dim)
-            return ObservedStep(self.weights.head(hidden), hidden, queries)
+            if not rows:
+                hidden, w = self._hidden(segments), self.weights
+                return ObservedStep(w.head(hidden), hidden, hidden.new_empty(len(w.layers), 0, w.num_heads, w.head_dim))
+            own = torch.tensor(rows, device=self.device)
+            queries: list[Tensor] = []
+            hidden = self._hidden(segments, lambda q: queries.append(q.index_select(0, own)))
+            return ObservedStep(self.weights.head(hidden), hidden, torch.stack(queries))
 
-    def _hidden(self, segments: Sequence[Segment]) -> Tensor:
-        """The hidden states of the wanted rows, which no later step overwrites."""
-        shape = self.shape_of(segments)
+    def _hidden(self, segments: Sequence[Segment], on_queries: Callable[[Tensor], None] | None = None) -> Tensor:
+        """The hidden states of the wanted rows, which no later step overwrites. With `on_queries` (see `forward`), no
+        graph is used."""
+        shape = self.shape_of(segments) if on_queries is None else None
         if shape is None:
             inputs = self._send(segments, self._exact(segments))
-            hidden = forward(self.weights, self.ops, self._batch(inputs, segments))
+            hidden = forward(self.weights, self.ops, self._batch(inputs, segments), on_queries)
         else:
             step = self._prepare(shape)
             self._send(segments, shape, step.inputs)
@@ -234,17 +199,6 @@ class GpuExecutor:
             inputs, hidden = step.inputs, step.output
         wanted = inputs.logit_rows[: sum(segment.num_logits for segment in segments)]
         return hidden.index_select(0, wanted)
-
-    def _hidden_and_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """`_hidden` without a graph, and the queries of the tokens `rows`."""
-        inputs = self._send(segments, self._exact(segments))
-        own = torch.tensor(rows, device=self.device)
-        queries: list[Tensor] = []
-        hidden = forward(
-            self.weights, self.ops, self._batch(inputs, segments), lambda q: queries.append(q.index_select(0, own))
-        )
-        wanted = inputs.logit_rows[: sum(segment.num_logits for segment in segments)]
-        return hidden.index_select(0, wanted), torch.stack(queries)
 
     @torch.inference_mode()
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
@@ -286,7 +240,7 @@ class GpuExecutor:
         `ahead`: tokens that are drafted after the step.
         """
         tokens = sum(len(s.token_ids) for s in segments)
-        context = max(s.start + len(s.token_ids) for s in segments) + ahead
+        context = max(s.end for s in segments) + ahead
         if (
             tokens > self.most_tokens
             or len(segments) > self.max_num_seqs
@@ -302,7 +256,7 @@ class GpuExecutor:
 
     def _exact(self, segments: Sequence[Segment], ahead: int = 0) -> Shape:
         tokens = sum(len(s.token_ids) for s in segments)
-        context = max(s.start + len(s.token_ids) for s in segments) + ahead
+        context = max(s.end for s in segments) + ahead
         return Shape(tokens, len(segments), context, self.block_size)
 
     def _send(self, segments: Sequence[Segment], shape: Shape, inputs: StepInputs | None = None) -> StepInputs:
@@ -373,8 +327,8 @@ class GpuExecutor:
             seq_lens = [shape.context] * shape.requests
         else:
             longest = max(len(s.token_ids) for s in segments)
-            query_start = query_starts([len(s.token_ids) for s in segments])
-            seq_lens = [s.start + len(s.token_ids) for s in segments]
+            query_start = [0, *accumulate(len(s.token_ids) for s in segments)]
+            seq_lens = [s.end for s in segments]
         batch = Batch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minillm.batch import Batch
-from minillm.cache.base import KVCache, StoredRows
-from minillm.cache.paged_quantized import DequantizedRows
+from minillm.cache.base import DequantizedRows, KVCache
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.ops.dispatch import implementations, op
 from minillm.quantization.awq import AWQ
@@ -202,7 +201,7 @@ def _layer(
         q_weight, k_weight = layer.q_norm.weight, layer.k_norm.weight
         norms = torch.cat((q_weight.expand(layer.num_heads, -1), k_weight.expand(layer.num_kv_heads, -1))).detach()
     key_pools, value_pools = ([pool[number] for pool in pools] for pools in (rows.keys, rows.values))
-    keys, values = (_rows_for_attention(pools, rows, layer.head_dim) for pools in (key_pools, value_pools))
+    keys, values = rows.layer(number, layer.head_dim)
     return LayerWeights(
         input_norm=layer.input_norm.weight,
         qkv=multiply(layer.qkv_proj),
@@ -218,11 +217,3 @@ def _layer(
         gate_up=multiply(layer.mlp.gate_up_proj),
         down=multiply(layer.mlp.down_proj),
     )
-
-
-def _rows_for_attention(pools: Sequence[Tensor], rows: StoredRows, head_dim: int) -> Tensor | DequantizedRows:
-    """Return one layer's keys or values, as attention reads them."""
-    if rows.dequantise is None:
-        return pools[0]
-    num_slots, num_kv_heads = pools[0].shape[:2]
-    return DequantizedRows(pools, rows.dequantise, (num_slots, num_kv_heads, head_dim))

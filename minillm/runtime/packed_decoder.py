@@ -66,6 +66,18 @@ def unsupported_model(model: Decoder) -> str | None:
         return None
     if type(model) is not Decoder:
         return f"the compiled step computes what Decoder does, and {type(model).__name__} does so in its own way"
+    if reason := unsupported_shape(model):
+        return reason
+    linears = map(model.get_submodule, _linears(model))
+    schemes = {m.scheme if isinstance(m, QuantizedLinear) else None for m in linears}
+    if len(schemes) > 1:
+        return "the compiled step needs one kind of weights for all layers"
+    head = model.lm_head.scheme if isinstance(model.lm_head, QuantizedLinear) else None
+    return next(filter(None, (_unsupported_weights(scheme, model.config) for scheme in (*schemes, head))), None)
+
+
+def unsupported_shape(model: Decoder) -> str | None:
+    """Why the compiled step cannot run a model of this dtype and these sizes; None if it can."""
     config = model.config
     weight = model.norm.weight  # has the compute dtype; matrices may be stored in fewer bits
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
@@ -78,12 +90,7 @@ def unsupported_model(model: Decoder) -> str | None:
             f"hidden size {config.hidden_size} and intermediate size {config.intermediate_size} must be multiples of "
             f"{LANES}, head size {config.head_dim} of {2 * LANES}"
         )
-    linears = map(model.get_submodule, _linears(model))
-    schemes = {m.scheme if isinstance(m, QuantizedLinear) else None for m in linears}
-    if len(schemes) > 1:
-        return "the compiled step needs one kind of weights for all layers"
-    head = model.lm_head.scheme if isinstance(model.lm_head, QuantizedLinear) else None
-    return next(filter(None, (_unsupported_weights(scheme, config) for scheme in (*schemes, head))), None)
+    return None
 
 
 def _unsupported_weights(scheme: Scheme | None, config: ModelConfig) -> str | None:
@@ -302,8 +309,4 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], np.ndarray]:
 
 def bits_of(x: Tensor) -> np.ndarray:
     """The bits of a 16-bit float tensor as integers, flat, sharing memory."""
-    return (
-        x.view(torch.int16).numpy().reshape(-1)
-        if x.dtype == torch.float16
-        else x.view(torch.uint16).numpy().reshape(-1)
-    )
+    return x.view(torch.int16 if x.dtype == torch.float16 else torch.uint16).numpy().reshape(-1)

@@ -44,8 +44,8 @@ class Executor(Protocol):
 
     runs_trees: bool
     """Whether it can run a step in which a segment ends in a draft tree; if not, plain PyTorch runs such a step."""
-    drafts_likely: bool
-    """Whether it has `draft_likely`; if not, `run` is called once for each token."""
+    supports_confidence: bool
+    """Whether it has `draft_while_confident`; if not, `run` is called once for each token."""
 
     def warm_up(self) -> str | None:
         """Prepare the first steps. Returns why it cannot run here, or None; with a reason, the model is as before."""
@@ -59,10 +59,10 @@ class Executor(Protocol):
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """See `ModelRunner.draft`."""
 
-    def draft_likely(
+    def draft_while_confident(
         self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
     ) -> tuple[list[list[int]], list[float]]:
-        """See `ModelRunner.draft_likely`."""
+        """See `ModelRunner.draft_while_confident`."""
 
 
 class QueryRecorder:
@@ -99,6 +99,12 @@ class ModelRunner:
         """Return why no executor can run this model over this cache; None if one can, judged without trying it."""
         module, reason = self._executor_module()
         return reason or module.unsupported_reason(self.model, self.cache)
+
+    def unsupported_sizes(self) -> str | None:
+        """On a CPU: the reason, if it is the dtype or the sizes of the model, over a cache that the compiled step could
+        read. None otherwise."""
+        module, reason = self._executor_module()
+        return None if reason or self.device.type != "cpu" else module.unsupported_sizes(self.model, self.cache)
 
     def use_executor(self, max_num_seqs: int = 1, max_model_len: int | None = None) -> str | None:
         """Run steps through an executor from now on: on a CPU in compiled code, which takes over the model's weights;
@@ -170,26 +176,22 @@ class ModelRunner:
         """
         if self.executor is not None:
             return self.executor.draft(segments, count)
-        return self.draft_step_by_step(segments, count)
+        return self.draft_step_by_step(segments, count, [1.0] * len(segments), 0.0)[0]
 
-    def draft_step_by_step(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
-        """As `draft`, with one forward for each token."""
-        return self.draft_likely_step_by_step(segments, count, [1.0] * len(segments), 0.0)[0]
-
-    def draft_likely(
+    def draft_while_confident(
         self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
     ) -> tuple[list[list[int]], list[float]]:
         """As `draft`, but each chain ends before the token with which its survival falls below `min_survival`: the
         product of the probabilities that the model gives its tokens, temperature 1. `survival`: that of each chain so
         far, 1 for one that begins. Returns the tokens, and the product with that of a token left out, if one was."""
-        if self.executor is not None and self.executor.drafts_likely:
-            return self.executor.draft_likely(segments, count, survival, min_survival)
-        return self.draft_likely_step_by_step(segments, count, survival, min_survival)
+        if self.executor is not None and self.executor.supports_confidence:
+            return self.executor.draft_while_confident(segments, count, survival, min_survival)
+        return self.draft_step_by_step(segments, count, survival, min_survival)
 
-    def draft_likely_step_by_step(
+    def draft_step_by_step(
         self, segments: Sequence[Segment], count: int, survival: Sequence[float], min_survival: float
     ) -> tuple[list[list[int]], list[float]]:
-        """As `draft_likely`, with one forward for each token."""
+        """As `draft_while_confident`, with one forward for each token."""
         tokens: list[list[int]] = [[] for _ in segments]
         products, steps = list(survival), list(segments)
         active = [i for i, product in enumerate(products) if product >= min_survival]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from minillm.batch import Segment
+from minillm.batch import Segment, logit_rows
 
 ALIGNMENT = 4
 """The size of a field is a multiple of this: 16 bytes. Pointers aligned to 16 bytes can be read in wide loads; Triton
@@ -115,17 +112,12 @@ class StepInputs:
         slots = self.slots.numpy()
         slots[:num_tokens] = tables[request, indices // size] * size + indices % size
         slots[num_tokens:] = -1
-        wanted = [row for s, end in zip(segments, ends, strict=True) for row in range(end - s.num_logits, end)]
+        wanted = logit_rows(segments)
         self.logit_rows.numpy()[: len(wanted)] = wanted
         self.query_start.numpy()[1:] = np.pad(ends, (0, self.shape.requests - count), mode="edge")
         self.draft_query_start.numpy()[:] = np.arange(self.shape.requests + 1).clip(max=count)
         self.seq_lens.numpy()[:count] = starts + lens
         self.num_skipped.numpy()[:count] = skipped
-
-
-def query_starts(lens: Sequence[int]) -> list[int]:
-    """Return the index of each request's first token, and the number of all tokens."""
-    return list(accumulate(lens, initial=0))
 
 
 def _aligned(size: int) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from minillm.errors import NonFiniteLogitsError
 from minillm.ops.dispatch import op
+from minillm.ops.sample import one_hot
 from minillm.ops.transfer import copy_to_device, copy_to_host, on_device
 from minillm.sampling import SamplingRow, check_rows, probs_from_logits, used_tokens
 from minillm.sampling.filters import in_min_p, in_top_k, in_top_p, penalised, softmax_at
@@ -123,11 +124,11 @@ class DeviceSampler:
         logits = penalised_logits(logits, sent)
         if plan.is_greedy:
             token_ids, is_valid = self.argmax(logits)
-            return _one_hot(token_ids, logits), is_valid
+            return one_hot(token_ids, logits), is_valid
         peak = logits.amax(dim=-1, keepdim=True)
         probs = _filtered(_softmax(logits, peak, sent), plan, sent)
         if "greedy" in sent:
-            probs = torch.where(sent["greedy"][:, None] > 0, _one_hot(self.argmax(logits)[0], logits), probs)
+            probs = torch.where(sent["greedy"][:, None] > 0, one_hot(self.argmax(logits)[0], logits), probs)
         return probs, peak.abs().squeeze(1) < math.inf
 
 
@@ -174,10 +175,6 @@ def _apply_filter(probs: Tensor, keep: Tensor, is_limited: Tensor) -> Tensor:
     """Zero the tokens that are not kept and renormalise, in the rows where `is_limited` (`[num_rows, 1]`)."""
     kept = probs * keep
     return torch.where(is_limited, kept / kept.sum(dim=-1, keepdim=True), probs)
-
-
-def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros_like(like).scatter_(1, tokens[:, None], 1.0)
 
 
 def raise_host_error(compute_on_host: Callable[[], object]) -> NoReturn:

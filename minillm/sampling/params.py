@@ -31,7 +31,8 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """How one request is sampled: vLLM's fields, defaults and limits.
 
-    The constructor raises `ConfigError` for a value out of range and `UnknownOptionError` for an unknown field.
+    The constructor raises `ConfigError` for a value out of range and `UnknownOptionError` for an unknown field. Unlike
+    vLLM's, parameters cannot be changed, because a running request holds them: to assign raises `ConfigError`.
     """
 
     n: int = 1
@@ -82,6 +83,10 @@ class SamplingParams:
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
+    def clone(self) -> SamplingParams:
+        """The object itself, which nobody can change; in vLLM a copy."""
+        return self
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty if there is none."""
@@ -131,7 +136,24 @@ def _name_unknown_options(cls: type[SamplingParams]) -> None:
     cls.__init__ = init  # type: ignore[method-assign]
 
 
+def _refuse_assignment(cls: type[SamplingParams]) -> None:
+    """Raise `ConfigError` in place of the `FrozenInstanceError` of a frozen dataclass, which names no fix. A subclass
+    may have attributes of its own, as in any frozen dataclass."""
+    options = {f.name for f in fields(cls)}
+
+    def assign(self: SamplingParams, name: str, value: object) -> None:
+        if name in options:
+            fix = f"dataclasses.replace(params, {name}={value!r})"
+            raise ConfigError(f"SamplingParams cannot be changed; make others: {fix}")
+        if type(self) is cls:
+            raise ConfigError(f"SamplingParams has no option {name!r}: it has {', '.join(sorted(options))}")
+        object.__setattr__(self, name, value)
+
+    cls.__setattr__ = assign  # type: ignore[method-assign]
+
+
 _name_unknown_options(SamplingParams)
+_refuse_assignment(SamplingParams)
 
 
 _LIMITS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {

@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from minillm.async_llm import AsyncLLM
+from minillm.chat_template import ChatTemplate
 from minillm.serve.chat import ChatJob
-from minillm.serve.chat_template import ChatTemplate
 from minillm.serve.completions import CompletionJob
 from minillm.serve.disconnects import unless_disconnected
 from minillm.serve.http_errors import ApiError, install_error_handlers

@@ -10,8 +10,8 @@ from uuid import uuid4
 from fastapi import Response
 
 from minillm.async_llm import AsyncLLM
+from minillm.chat_template import ChatTemplate
 from minillm.outputs import CompletionOutput
-from minillm.serve.chat_template import ChatTemplate
 from minillm.serve.choice_stream import ChoiceStream, Delta
 from minillm.serve.disconnects import EventStream
 from minillm.serve.http_errors import ApiError, error_event
@@ -57,7 +57,7 @@ class ChatJob:
             limit = getattr(body, name)
             if limit is not None and limit < 1:
                 raise ApiError(f"{name}={limit} must be at least 1; left out, it is as many as fit", param=name)
-        text = template.render(body)
+        text = body.prompt_text(template)
         token_ids = self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         self.prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
         if body.cache_salt:
@@ -71,9 +71,9 @@ class ChatJob:
 
     def _default_limit(self, num_prompt_tokens: int) -> int | None:
         """What the checkpoint's `generation_config.json` names, if there is room for it. None: as many as fit."""
-        llm_engine = self.engine.llm_engine
-        stated = llm_engine.engine.runner.model.config.sampling_defaults.get("max_tokens")
-        return stated if stated is not None and stated < llm_engine.room_after(num_prompt_tokens) else None
+        inputs = self.engine.llm_engine.input_processor
+        stated = inputs.model_config.sampling_defaults.get("max_tokens")
+        return stated if stated is not None and stated < inputs.room_after(num_prompt_tokens) else None
 
     async def respond(self, on_finish: Observer) -> Response:
         """Run it. Returns the answer, or the stream of its chunks."""
@@ -108,7 +108,7 @@ class ChatJob:
         return chat_logprobs(self.tokenizer, delta.token_ids, delta.logprobs, self.num_top)
 
     async def _events(self, batch: PromptBatch) -> AsyncIterator[str]:
-        streams = [ChoiceStream(self.params) for _ in range(self.params.n)]
+        streams = [ChoiceStream() for _ in range(self.params.n)]
         has_begun = False
         try:
             async for _, output in batch.outputs():

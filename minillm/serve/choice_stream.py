@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minillm.outputs import CompletionOutput, Logprob
-from minillm.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,11 @@ class Delta:
 class ChoiceStream:
     """Cuts the cumulative outputs of one choice into deltas.
 
-    Text that a stop string may still remove is held back, so the text of a chunk may end before that of its tokens.
+    The engine holds back text that a stop string may still remove, so the text of a chunk may end before that of its
+    tokens.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
+    def __init__(self) -> None:
         self.num_characters = 0
         self.num_tokens = 0
         self.ended = False
@@ -34,13 +33,13 @@ class ChoiceStream:
     def advance(self, output: CompletionOutput) -> Delta | None:
         """What is new in `output`; None if there is nothing to send yet."""
         self.ended = output.finish_reason is not None
-        end = len(output.text) if self.ended else max(self.num_characters, self.params.num_settled(output.text))
+        end = len(output.text)
         with_logprobs = output.logprobs is not None
         has_rows = with_logprobs and len(output.token_ids) > self.num_tokens
         if not (self.ended or has_rows or end > self.num_characters):
             return None
         delta = Delta(
-            output.text[self.num_characters : end],
+            output.text[self.num_characters :],
             output.token_ids[self.num_tokens :],
             output.logprobs[self.num_tokens :] if output.logprobs is not None else None,
         )

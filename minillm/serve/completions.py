@@ -11,7 +11,7 @@ from fastapi import Response
 
 from minillm.async_llm import AsyncLLM
 from minillm.fill_in_the_middle import fim_prompt
-from minillm.llm_engine import Prompt
+from minillm.input_processor import Prompt
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.sampling import SamplingParams
 from minillm.serve.choice_stream import ChoiceStream, Delta
@@ -139,7 +139,7 @@ class CompletionJob:
                 for choice in output.outputs:
                     index = number * self.params.n + choice.index
                     is_first = index not in streams
-                    stream = streams.setdefault(index, ChoiceStream(self.params))
+                    stream = streams.setdefault(index, ChoiceStream())
                     if stream.ended or (delta := stream.advance(choice)) is None:
                         if is_first:
                             del streams[index]

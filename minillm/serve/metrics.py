@@ -54,7 +54,7 @@ class ServerMetrics:
             made = Histogram(f"vllm:{name}", what, ["model_name"], registry=self.registry, buckets=buckets)
             return made.labels(model_name)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of all requests.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of all requests that have their first token.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.preemptions = counter("num_preemptions", "Requests that lost their blocks to others.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -113,10 +113,9 @@ class ServerMetrics:
             handler(event)
 
     def _added(self, event: RequestAdded) -> None:
-        self.prompt_tokens.inc(len(event.prompt_token_ids))
         if self._has_prefix_cache:
             self.cache_queries.inc(len(event.prompt_token_ids))
-        self._times[event.request_id] = _Times(time.perf_counter())
+        self._times[event.request_id] = _Times(time.perf_counter(), len(event.prompt_token_ids))
 
     def _shared(self, event: BlocksShared) -> None:
         times = self._times.get(event.request_id)
@@ -148,6 +147,7 @@ class ServerMetrics:
             return
         if times.last is None:
             times.first = now
+            self.prompt_tokens.inc(times.num_prompt_tokens)
         else:
             self.between_tokens.observe(now - times.last)
         times.last = now
@@ -170,6 +170,7 @@ class _Times:
     """When something happened to a request."""
 
     added: float
+    num_prompt_tokens: int
     began: float | None = None
     """The beginning of its first step."""
     first: float | None = None
@@ -186,11 +187,10 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         inner = self.engine.llm_engine.engine
-        num_running = len(inner.scheduler.running)
         usage = inner.pool.num_used / inner.pool.num_blocks
         for name, what, value in (
-            ("num_requests_running", "Requests that the engine runs.", num_running),
-            ("num_requests_waiting", "Requests that wait.", max(0, self.engine.num_unfinished - num_running)),
+            ("num_requests_running", "Requests that the engine runs.", len(inner.scheduler.running)),
+            ("num_requests_waiting", "Requests that wait for a seat or for blocks.", len(inner.scheduler.waiting)),
             ("kv_cache_usage_perc", "Share of the cache blocks in use, 0 to 1.", usage),
         ):
             family = GaugeMetricFamily(f"vllm:{name}", what, labels=["model_name"])

@@ -49,7 +49,8 @@ class KeyCheck:
             await self.app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))  # as ASGI decoded the header's bytes
+        # ASGI decoded the bytes as Latin-1, in which a byte of a key may look like white space: "à" is C3 A0 in UTF-8.
+        given = _digest(key.strip(" \t").encode("latin-1"))
         # Every key is compared, and digests have one length: the time taken tells nothing about the keys.
         matches = [secrets.compare_digest(given, digest) for digest in self.digests]
         if scheme.lower() == "bearer" and any(matches):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from minillm.async_llm import AsyncLLM
-from minillm.llm_engine import Prompt
+from minillm.input_processor import Prompt
 from minillm.output_stream import OutputStream
 from minillm.outputs import RequestOutput
 from minillm.sampling import SamplingParams

@@ -8,10 +8,13 @@ A field that OpenAI or vLLM has and minillm lacks is refused if its value asks f
 from __future__ import annotations
 
 import logging
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from minillm.chat_template import ChatTemplate
+from minillm.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
 from minillm.sampling import RequestOutputKind, SamplingParams
 from minillm.serve.http_errors import ApiError
 
@@ -44,7 +47,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "request_id": (),
     "response_format": ({"type": "text"},),
     "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
@@ -63,10 +65,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 IGNORED = frozenset(
     {
         *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "store"),
+        *("return_token_offsets", "safety_identifier", "service_tier", "store"),
     }
 )
-"""Fields about OpenAI's own service: its books, its caches, its price."""
+"""Fields about OpenAI's own service: its books, its caches, its price. And one for endpoints of vLLM that do not
+generate."""
 MAX_STOPS = 4
 """The most stop strings, as in OpenAI's API and by default in vLLM: each costs a search at every token."""
 MAX_PROMPTS = 1024
@@ -81,9 +84,9 @@ Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 class StreamOptions(BaseModel):
     """When a stream reports token counts."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
     """In a last chunk without choices."""
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool | None = False
     """With `include_usage`: in every chunk, those of its choice (vLLM's extension)."""
 
 
@@ -132,7 +135,7 @@ class GenerationRequest(BaseModel):
                 "stop_token_ids",
                 param="stop",
             )
-        if self.stream_options and not self.stream:
+        if self.stream_options and self.stream_options.model_fields_set and not self.stream:
             raise ApiError("stream_options need stream=true", param="stream_options")
         if self.priority and scheduling_policy != "priority":
             raise ApiError(
@@ -166,13 +169,12 @@ class GenerationRequest(BaseModel):
     @property
     def wants_usage(self) -> bool:
         """Whether the stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_running_usage(self) -> bool:
         """Whether every chunk carries the token counts. As in vLLM, `continuous_usage_stats` alone does nothing."""
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):
@@ -202,25 +204,6 @@ class ChatMessage(BaseModel):
     role: str
     content: str | Parts | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: the parts of its content joined by line ends, and without the other
-        fields that are null, as in vLLM, because templates ask whether a field is there.
-
-        Raises `ApiError` for a part that is not text, or has none.
-        """
-        content = self.content
-        if isinstance(content, list):
-            for part in content:
-                kind, text = part.get("type"), part.get("text")
-                if kind != "text":
-                    raise ApiError(f"a message has a part of type {kind!r}; this model reads text", param="messages")
-                if not isinstance(text, str):
-                    given = type(text).__name__
-                    raise ApiError(f"a part of type 'text' needs a string as its text, not {given}", param="messages")
-            content = "\n".join(part["text"] for part in content)
-        others = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {**others, "role": self.role, "content": content or ""}
-
 
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
@@ -239,3 +222,23 @@ class ChatRequest(GenerationRequest):
     """Whether the text of the chat template, which has special tokens of its own, gets those of the tokenizer, too."""
     echo: bool | None = False
     """Refused."""
+
+    def prompt_text(self, template: ChatTemplate) -> str:
+        """The prompt for the messages.
+
+        Raises `UnsupportedError` if there is no template, `ApiError` if the checkpoint's is broken or refuses them.
+        """
+        try:
+            return template.render(
+                [message.model_dump() for message in self.messages],
+                add_generation_prompt=self.add_generation_prompt,
+                variables=self.chat_template_kwargs,
+            )
+        except UnsupportedError:
+            raise
+        except CheckpointError as problem:
+            raise ApiError(str(problem), HTTPStatus.INTERNAL_SERVER_ERROR) from None
+        except ConfigError as problem:
+            raise ApiError(str(problem), param="chat_template_kwargs") from None
+        except PromptError as problem:
+            raise ApiError(str(problem), param="messages") from None

@@ -33,7 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
-    except (OSError, OverflowError) as problem:
+    except (OSError, OverflowError, TypeError) as problem:  # TypeError: a host name that IDNA cannot encode
         listener.close()
         raise ConfigError(f"{host}:{port} cannot be listened on ({problem}); choose another --host or --port") from None
     return listener

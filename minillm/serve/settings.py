@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from minillm.config import at_least
@@ -10,6 +11,10 @@ from minillm.errors import ConfigError
 MIB = 1 << 20
 MAX_NUM_QUEUED_REQS = 1024
 """Unfinished sequences, waiting and running, that a server takes unless it is told another number."""
+ORIGIN = re.compile(
+    r"(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?|null|\*"
+)
+"""What browsers send as the origin of a page, `null` for one without an address; or `*`."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,14 @@ class ServerSettings:
             raise ConfigError(f"served model names {self.model_names!r} must be one or more non-empty names")
         if not all(self.api_keys):
             raise ConfigError("an API key is empty; give a key, or leave the option out to ask for none")
-        if not all(isinstance(origin, str) and origin for origin in self.allowed_origins):
-            raise ConfigError(
-                f"allowed origins {list(self.allowed_origins)} must be texts such as 'https://example.org', or '*' for "
-                "all"
-            )
+        if any(key != key.strip(" \t\r\n") for key in self.api_keys):
+            raise ConfigError("an API key begins or ends with white space, which no request can send; remove it")
+        for origin in self.allowed_origins:
+            if not isinstance(origin, str) or not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed origin {origin!r}: no page has it; write '*' for all, or scheme://host[:port] such as "
+                    "'https://example.org', as browsers send it: lower case, no final '/', no default port"
+                )
         at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_logprobs", self.max_logprobs, -1)
         at_least("retry_after_s", self.retry_after_s, 0)

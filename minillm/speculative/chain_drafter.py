@@ -50,6 +50,9 @@ def warn_of_broken_logits(drafter: Drafter, problem: NonFiniteLogitsError) -> No
 class ChainDrafter(Drafter):
     """The base of drafters that run a model. All requests form one batch, with one forward per draft."""
 
+    min_survival = 0.0
+    """Chains may end before the draft with which their estimated probability of surviving falls below this."""
+
     def __init__(self, runner: ModelRunner, greedy: bool) -> None:
         """`greedy`: every draft is the argmax, also for requests that sample."""
         self.runner = runner
@@ -63,6 +66,14 @@ class ChainDrafter(Drafter):
     def is_greedy(self, requests: Sequence[Request]) -> bool:
         """Whether all drafts of these requests are the argmax. Their q is one-hot, so they need no distribution."""
         return self.greedy or all(request.takes_argmax for request in requests)
+
+    def propose_for_timing(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose_for_timing`. What a model thinks of made-up text must not end the chains."""
+        min_survival, self.min_survival = self.min_survival, 0.0
+        try:
+            return self.propose(requests, num_drafts)
+        finally:
+            self.min_survival = min_survival
 
     def draft_argmax(
         self, first: Sequence[Segment], num_drafts: Sequence[int], min_survival: float = 0.0
@@ -83,7 +94,7 @@ class ChainDrafter(Drafter):
                 break
             try:
                 if min_survival:
-                    found, so_far = self.runner.draft_likely(step, count - drafted, so_far, min_survival)
+                    found, so_far = self.runner.draft_while_confident(step, count - drafted, so_far, min_survival)
                 else:
                     found = self.runner.draft(step, count - drafted)
             except NonFiniteLogitsError as problem:

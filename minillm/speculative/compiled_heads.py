@@ -19,7 +19,7 @@ from minillm.ops.cpu.simd import LANES
 from minillm.ops.cpu.step import NO_TOKEN
 from minillm.runtime.packed_decoder import Vectors, empty_aligned, packed, smallest_cast
 from minillm.speculative.draft_heads import KINDS, DraftHeads, HeadsShape
-from minillm.speculative.target_heads import Round, TargetHeads
+from minillm.speculative.target_heads import HeadsRound, TargetHeads
 
 
 def can_compile(shape: HeadsShape) -> bool:
@@ -64,12 +64,12 @@ class CompiledHeads(TargetHeads):
         with showing_progress():
             self.launcher.warm_up(lambda: self._run(*zeros, [1], KINDS.index("greedy"), 0.0, num_drafted=1))
 
-    def begin(self, hidden: Tensor, last: Tensor, most: Sequence[int], kind: int, min_survival: float) -> Round:
+    def begin(self, hidden: Tensor, last: Tensor, most: Sequence[int], kind: int, min_survival: float) -> HeadsRound:
         """See `TargetHeads.begin`."""
         counts, logits, contexts, _ = self._run(hidden, last, most, kind, min_survival, num_drafted=0)
         longest = int(counts.max())
         rows = logits[: len(counts) * longest].unflatten(0, (-1, longest)) if longest else logits[:0]
-        return Round(counts.tolist(), rows[..., : len(self.narrow)], contexts[:, :longest])
+        return HeadsRound(counts.tolist(), rows[..., : len(self.narrow)], contexts[:, :longest])
 
     def draft_argmax(self, hidden: Tensor, last: Tensor, most: Sequence[int], min_survival: float) -> list[list[int]]:
         """See `TargetHeads.draft_argmax`."""

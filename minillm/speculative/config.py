@@ -59,7 +59,7 @@ class SpeculativeConfig:
     sampled text may differ from run to run, because the costs are measured. Greedy text is always the same."""
     disable_by_batch_size: int | None = None
     """No drafts in a step with more running and waiting requests than this. A large batch already saturates the
-    processor, so verifying rejected drafts costs more than accepted ones save. None: always draft."""
+    processor, so verifying rejected drafts costs more than accepted ones save. None: no limit by batch size."""
     fallback: SpeculativeConfig | None = None
     """The method that drafts where this one proposes too little; minillm's own. In the user's dict, a dict too."""
     fallback_below: int = 1

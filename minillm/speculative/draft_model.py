@@ -35,7 +35,7 @@ from minillm.speculative.drafter import Draft, DraftContext
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """vLLM's options of methods with a draft model that drafts chains."""
+    """vLLM's options of methods with a draft model."""
 
     model: str | None = None
     """The draft model: a bundled name, a folder or a hub id."""
@@ -144,14 +144,6 @@ class DraftModelDrafter(ChainDrafter):
             self._filled.clear()  # the recorded blocks may not have been computed
             self._progress.clear()
             raise
-
-    def propose_for_timing(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose_for_timing`. What the draft model thinks of made-up text must not end the chains."""
-        min_survival, self.min_survival = self.min_survival, 0.0
-        try:
-            return self.propose(requests, num_drafts)
-        finally:
-            self.min_survival = min_survival
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         for request in requests:

@@ -12,21 +12,17 @@ from minillm.batch import MAX_TREE_TOKENS
 from minillm.config import at_least, in_range
 from minillm.errors import ConfigError
 from minillm.json_files import short_repr
-from minillm.models.hub import resolve
-from minillm.speculative.chain_drafter import check_quantization, check_sample_method
+from minillm.speculative.draft_model import ModelOptions
 from minillm.speculative.tree_shape import TreeShape
 
 DEFAULT_BRANCHING = (2, 2, 2)
 
 
 @dataclass(frozen=True)
-class DraftTreeOptions:
-    """The options of method `draft_tree`, minillm's own except for `speculative_token_tree`."""
+class DraftTreeOptions(ModelOptions):
+    """The options of method `draft_tree`, minillm's own except for those of a draft model and
+    `speculative_token_tree`."""
 
-    model: str | None = None
-    """The draft model: a bundled name, a folder or a hub id."""
-    quantization: str | None = None
-    """Quantisation of its weights (`int8`, `w8a8`, …). Drafts need not be exact."""
     draft_sample_method: str = "greedy"
     """`greedy`: children are the draft model's top-k; `probabilistic`: for sampled requests, drawn from its
     distribution without replacement."""
@@ -47,10 +43,7 @@ class DraftTreeOptions:
     """Time that one more token adds to a target forward, in decode steps of the target."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("speculative method 'draft_tree' needs 'model', for example 'minicoder-draft'")
-        check_sample_method(self.draft_sample_method)
-        check_quantization(self.quantization)
+        self.check("draft_tree")
         shapes = ("tree_branching", "speculative_token_tree", "tree_shape")
         if len(given := [name for name in shapes if getattr(self, name) is not None]) > 1:
             raise ConfigError(f"{' and '.join(given)} each set the shape of the tree; give one of them")
@@ -61,10 +54,6 @@ class DraftTreeOptions:
         if self.num_nodes >= MAX_TREE_TOKENS:
             source = "tree_nodes" if self.is_measured else "speculative_token_tree"
             raise ConfigError(_too_many(source, getattr(self, source), str(self.num_nodes)))
-
-    def check_engine(self, target_name: str, block_size: int) -> None:
-        """See `Drafter.Options`. A draft model that is not here yet is downloaded."""
-        resolve(self.model)
 
     def _check_measured(self) -> None:
         if self.tree_shape not in (None, "measured"):

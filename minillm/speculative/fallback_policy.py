@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from minillm.request import Request
-from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan
+from minillm.speculative.adaptive_drafts import AdaptiveDrafts
+from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.step_times import PlainTimes
 
 
-class FallbackDrafts:
+class FallbackDrafts(DraftPolicy):
     """A `DraftPolicy` for each of the two methods; a verdict is told to that of the method which proposed."""
 
     def __init__(

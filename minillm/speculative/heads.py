@@ -23,18 +23,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.config import in_range
-from minillm.ops.transfer import copy_to_device
+from minillm.ops.transfer import indices_on_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
 from minillm.speculative.draft_heads import KINDS, DraftHeads, HeadsShape
 from minillm.speculative.drafter import NO_DRAFT, Draft, DraftContext
-from minillm.speculative.target_heads import Chains, Round, TargetHeads, unembedding
+from minillm.speculative.target_heads import Chains, HeadsRound, TargetHeads, unembedding
 from minillm.speculative.trained_drafter import drafter_folder, load_drafter
 
 
@@ -113,16 +112,9 @@ class HeadsDrafter(ChainDrafter):
                 drafts[i] = draft
         return drafts
 
-    def propose_for_timing(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose_for_timing`. What the heads think of made-up text must not end the chains."""
-        min_survival, self.min_survival = self.min_survival, 0.0
-        drafts = self.propose(requests, num_drafts)
-        self.min_survival = min_survival
-        return drafts
-
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         hidden = torch.stack([self._hidden[request][1] for request in requests])
-        last = self._on_device([request.token_ids[-1] for request in requests])
+        last = indices_on_device([request.token_ids[-1] for request in requests], self.runner.device)
         if self.is_greedy(requests):
             return [Draft(ids) for ids in self.heads.draft_argmax(hidden, last, num_drafts, self.min_survival)]
         begun = self.heads.begin(hidden, last, num_drafts, KINDS.index("sampled"), self.min_survival)
@@ -130,17 +122,14 @@ class HeadsDrafter(ChainDrafter):
             return [NO_DRAFT] * len(requests)
         return self._draw_drafts(requests, begun, last)
 
-    def _draw_drafts(self, requests: Sequence[Request], begun: Round, last: Tensor) -> list[Draft]:
+    def _draw_drafts(self, requests: Sequence[Request], begun: HeadsRound, last: Tensor) -> list[Draft]:
         """Sample drafts; requests beside them that are greedy get the argmax."""
-        drafting = [i for i, count in enumerate(begun.num_drafts) if count]
-        chains = Chains(self.heads, begun, self._on_device(drafting), last)
+        drafting, device = [i for i, count in enumerate(begun.num_drafts) if count], self.runner.device
+        chains = Chains(self.heads, begun, indices_on_device(drafting, device), last)
 
         def next_logits(active: list[int], drafted: list[list[int]]) -> Tensor:
-            return chains.next_logits(active, self._on_device([drafted[i][-1] for i in active]))
+            return chains.next_logits(active, indices_on_device([drafted[i][-1] for i in active], device))
 
         chosen, counts = [requests[i] for i in drafting], [begun.num_drafts[i] for i in drafting]
         found = iter(self.draw_chains(chosen, counts, chains.first_logits, next_logits))
         return [next(found) if count else NO_DRAFT for count in begun.num_drafts]
-
-    def _on_device(self, values: Sequence[int]) -> Tensor:
-        return copy_to_device({"values": np.array(values, np.int64)}, self.runner.device)["values"]

@@ -23,10 +23,10 @@ from minillm.ops.paged_attention import paged_attention
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.long_model import LongModel, LongShape
-from minillm.speculative.masked_attention import NO_TOKEN, hidden_keys, masked_attention
+from minillm.speculative.masked_attention import PADDING, hidden_keys, masked_attention
 from minillm.speculative.reading_drafter import ReadingDrafter
-from minillm.speculative.spire_model import Rows
-from minillm.speculative.target_parts import cached_rows, padded
+from minillm.speculative.spire_model import KVRows
+from minillm.speculative.target_parts import padded
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class RecentRows:
     """The rows of self-attention of a request's tokens before position `end`, at most a window of them."""
 
     end: int
-    rows: Rows
+    rows: KVRows
     """`[n, num_kv_heads, head_dim]` each."""
 
 
 class LongRound:
     """One round of drafting."""
 
-    def __init__(self, drafter: LongDrafter, requests: Sequence[Request], rows: Rows, positions: Tensor) -> None:
+    def __init__(self, drafter: LongDrafter, requests: Sequence[Request], rows: KVRows, positions: Tensor) -> None:
         """`rows`, `positions`: of the tokens before the last one of each request that self-attention may see,
         `[num_requests, n, …]`."""
         self.model, self.runner = drafter.model, drafter.runner
@@ -50,8 +50,9 @@ class LongRound:
         self.positions = drafter.tensor([request.num_tokens - 1 for request in requests])
         """Of the next tokens."""
         self.verified = self._verified()
-        block = self.model.block
-        self.cached = cached_rows(self.runner.cache, block.layer, block.head_dim)
+        stored, block = self.runner.cache.stored_rows(), self.model.block
+        assert stored is not None
+        self.cached = stored.layer(block.layer, block.head_dim)
 
     def _verified(self) -> Batch:
         """A batch in which each request has one query that sees the tokens that the target has verified. The query is
@@ -59,12 +60,12 @@ class LongRound:
         return self.runner.batch([Segment([0], r.num_tokens - 2, r.block_table) for r in self.requests])
 
     def step(self, token_ids: Tensor) -> Tensor:
-        """See `Round.step`."""
+        """See `DraftRound.step`."""
         model, positions = self.model, self.positions
         cos, signed_sin = model.target.rotations(positions)
         x = model.target.embed(token_ids)
         q, k, v = model.block.heads(x, cos, signed_sin)
-        self.rows = Rows(torch.cat((self.rows.keys, k[:, None]), 1), torch.cat((self.rows.values, v[:, None]), 1))
+        self.rows = KVRows(torch.cat((self.rows.keys, k[:, None]), 1), torch.cat((self.rows.values, v[:, None]), 1))
         self.row_positions = torch.cat((self.row_positions, positions[:, None]), 1)
         hidden = hidden_keys(positions[:, None], self.row_positions, model.shape.window)
         x = x + model.block.o_proj(masked_attention(q[:, None], self.rows.keys, self.rows.values, hidden).flatten(1))
@@ -75,10 +76,10 @@ class LongRound:
         return model.target.logits(model.finish(x))
 
     def narrow(self, kept: list[int]) -> None:
-        """See `Round.narrow`."""
+        """See `DraftRound.narrow`."""
         index = torch.tensor(kept, device=self.positions.device)
         self.requests = [self.requests[i] for i in kept]
-        self.rows = Rows(self.rows.keys.index_select(0, index), self.rows.values.index_select(0, index))
+        self.rows = KVRows(self.rows.keys.index_select(0, index), self.rows.values.index_select(0, index))
         self.row_positions, self.positions = self.row_positions[index], self.positions[index]
         self.verified = self._verified()
 
@@ -106,7 +107,7 @@ class LongDrafter(ReadingDrafter):
             torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
             for part in ([r.rows.keys for r in recent], [r.rows.values for r in recent])
         )
-        return LongRound(self, requests, Rows(keys, values), padded(positions, NO_TOKEN, self.runner.device))
+        return LongRound(self, requests, KVRows(keys, values), padded(positions, PADDING, self.runner.device))
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """Compute the rows of committed tokens that are still missing, all but each request's last one."""
@@ -122,4 +123,4 @@ class LongDrafter(ReadingDrafter):
             if (known := self._recent.get(request)) is not None:
                 new = tuple(torch.cat(pair) for pair in zip((known.rows.keys, known.rows.values), new, strict=True))
             keys, values = (part[max(0, len(part) - most) :] for part in new)
-            self._recent[request] = RecentRows(request.num_tokens - 1, Rows(keys, values))
+            self._recent[request] = RecentRows(request.num_tokens - 1, KVRows(keys, values))

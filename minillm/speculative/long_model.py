@@ -32,7 +32,7 @@ from minillm.models.layers import MLP, RMSNorm
 from minillm.ops.linear import Linear
 from minillm.ops.rope import rope
 from minillm.speculative.masked_attention import hidden_keys, masked_attention
-from minillm.speculative.spire_model import Rows
+from minillm.speculative.spire_model import KVRows
 from minillm.speculative.target_parts import TargetParts
 
 NUM_ANCHORS = 4
@@ -118,17 +118,17 @@ class LongModel(nn.Module):
             self.cross.copy_attention_of(last)
         self.norm.load_state_dict(target.norm.state_dict())
 
-    def rows(self, token_ids: Tensor, positions: Tensor) -> Rows:
+    def rows(self, token_ids: Tensor, positions: Tensor) -> KVRows:
         """Keys and values of self-attention for these tokens, `[num_tokens]` → `[num_tokens, num_kv_heads, head_dim]`
         each. They depend on nothing else."""
         _, keys, values = self.block.heads(self.target.embed(token_ids), *self.target.rotations(positions))
-        return Rows(keys, values)
+        return KVRows(keys, values)
 
     def finish(self, x: Tensor) -> Tensor:
         """After attention: the MLP and the final norm, `[num_tokens, hidden]` → the same shape."""
         return self.norm(x + self.block.mlp(self.block.post_attention_norm(x)))
 
-    def over_texts(self, inputs: Tensor, positions: Tensor, target_rows: Rows, unseen: Tensor) -> Tensor:
+    def over_texts(self, inputs: Tensor, positions: Tensor, target_rows: KVRows, unseen: Tensor) -> Tensor:
         """Hidden states of all tokens of some texts, `[texts · length, hidden]`, as in training.
 
         `inputs`, `positions`: `[texts, length]`; `target_rows`: `[texts, length, num_kv_heads, head_dim]`;

@@ -15,14 +15,17 @@ FIRST_PLAIN, PLAIN_EVERY = 8, 256
 """Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 256."""
 LOSS_SHARE = 0.01
 """What drafting may lose in the long run, as a share of the time of the steps without drafts."""
-MOST_LOST, MOST_SAVED, SAVED_BY_OTHERS = 8, 32, 8
-"""Steps without drafts that drafting may cost before it rests: the first drafts of a request take as long as some five,
-while a draft model or an index reads the prompt. Those that it may have saved at most before the text changes: they,
-too, may then be lost; and those of them that a new request may lose, whose text is another."""
+MOST_LOST = 8
+"""Drafting rests once it has cost this many steps without drafts. The first drafts of a request take as long as some
+five, while a draft model or an index reads the prompt."""
+MOST_SAVED = 32
+"""At most this many steps without drafts count as saved: when the text changes, drafting may lose them again."""
+SAVED_BY_OTHERS = 8
+"""When a new request comes, at most this many count as saved: its text is another."""
 
 
 @dataclass
-class LossLimit:
+class LossLimit(DraftPolicy):
     """A `DraftPolicy` that asks another, and limits what its drafts may lose, whatever it predicts.
 
         saved  =  tokens per request · seconds of a step without drafts - seconds          each step with drafts

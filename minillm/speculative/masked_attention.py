@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-NO_TOKEN = -1
+PADDING = -1
 """The position of padding."""
 
 
@@ -17,7 +17,7 @@ def hidden_keys(queries: Tensor, keys: Tensor, window: int | None = None, num_si
     `num_sinks` tokens of the text (StreamingLLM, Xiao et al. 2024).
     """
     query, key = queries.unsqueeze(-1), keys.unsqueeze(-2)
-    hidden = (key > query) | (key == NO_TOKEN)
+    hidden = (key > query) | (key == PADDING)
     if window is not None:
         hidden |= (key <= query - window) & (key >= num_sinks)
     return hidden

@@ -28,14 +28,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated
 
-import numpy as np
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
 from minillm.batch import Segment
 from minillm.models.decoder import Decoder
-from minillm.ops.transfer import copy_to_device
+from minillm.ops.transfer import indices_on_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import argmax
@@ -129,8 +128,7 @@ class PromptTokensDrafter(ChainDrafter):
         first = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
 
         def rows(active: Sequence[int], position: int) -> Tensor:
-            chosen = {"rows": np.array([first[i] + position for i in active])}
-            return logits.index_select(0, copy_to_device(chosen, logits.device)["rows"])
+            return logits.index_select(0, indices_on_device([first[i] + position for i in active], logits.device))
 
         return self.draw_chains(
             requests,

@@ -39,7 +39,7 @@ class ReadingOptions:
         check_sample_method(self.draft_sample_method)
 
 
-class Round(Protocol):
+class DraftRound(Protocol):
     """One round of drafting for some requests."""
 
     def step(self, token_ids: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class ReadingDrafter(ChainDrafter):
         return cls(context.target, model.to(device, parts.dtype), options.draft_sample_method == "greedy")
 
     @abstractmethod
-    def begin(self, requests: Sequence[Request]) -> Round:
+    def begin(self, requests: Sequence[Request]) -> DraftRound:
         """Read what a round needs. Each request has one token that the target has not verified, the last one."""
 
     @torch.inference_mode()

@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.batch import Segment
-from minillm.cache.base import KVCache
+from minillm.cache.snapkv import observed_mass
 from minillm.config import at_least
-from minillm.errors import ConfigError, UnsupportedError
+from minillm.errors import ConfigError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.chain_drafter import check_sample_method
@@ -107,9 +107,11 @@ class SelfSparseDrafter(SelfDrafter):
         table = torch.tensor(request.block_table, device=queries.device).unsqueeze(1) * size
         slots = (table + torch.arange(size, device=queries.device)).flatten()[:count]
         mass = torch.zeros(count, device=queries.device)
+        config, rows = runner.model.config, runner.cache.stored_rows()
+        assert rows is not None
         for layer, of_layer in enumerate(queries):
-            keys = cached_keys(runner.cache, layer, slots)
-            mass += attention_mass(of_layer, keys, runner.model.config.window(layer))
+            keys, _ = rows.layer(layer, config.head_dim)
+            mass += observed_mass(of_layer, keys[slots], config.window(layer)).sum(0)
         of_blocks = F.pad(mass, (0, -count % size)).view(-1, size).sum(1)
         self._ranking[request] = of_blocks.argsort(descending=True, stable=True).tolist()
 
@@ -150,29 +152,3 @@ def most_attended(ranking: Sequence[int], count: int, most: int) -> list[int]:
     best = [i for i in ranking if i < window][: most - (count - window)]
     others = [i for i in reversed(range(count)) if i not in best]
     return sorted([*best, *others[: most - len(best)]])
-
-
-def attention_mass(queries: Tensor, keys: Tensor, window: int | None = None) -> Tensor:
-    """The attention that each key gets, summed over heads and queries: `[n]`, fp32.
-
-    `queries`: `[num_queries, num_heads, head_dim]`, those of the last tokens; `keys`: `[n, num_kv_heads, head_dim]`.
-    """
-    count, total = len(queries), len(keys)
-    q = queries.float().unflatten(1, (keys.shape[1], -1))
-    scores = torch.einsum("qkgd,nkd->kgqn", q, keys.float()) / keys.shape[2] ** 0.5
-    position = torch.arange(total - count, total, device=keys.device).unsqueeze(1)
-    key = torch.arange(total, device=keys.device)
-    hidden = key > position if window is None else (key > position) | (key <= position - window)
-    return scores.masked_fill_(hidden, float("-inf")).softmax(-1).sum((0, 1, 2))
-
-
-def cached_keys(cache: KVCache, layer: int, slots: Tensor) -> Tensor:
-    """The keys in these slots, `[len(slots), num_kv_heads, head_dim]`. Raises `UnsupportedError` for a cache that does
-    not say how it stores them."""
-    rows = cache.stored_rows()
-    if rows is None:
-        raise UnsupportedError(
-            f"sparse_layout='snapkv' reads keys, which {type(cache).__name__} stores in its own way; use 'sinks'"
-        )
-    parts = [part[layer].index_select(0, slots) for part in rows.keys]
-    return parts[0] if rows.dequantise is None else rows.dequantise(*parts)

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from minillm.request import Request
-from minillm.speculative.masked_attention import NO_TOKEN
+from minillm.speculative.masked_attention import PADDING
 from minillm.speculative.reading_drafter import ReadingDrafter
-from minillm.speculative.spire_model import Context, Rollout, Rows, SpireModel, SpireShape
-from minillm.speculative.target_parts import cached_rows, padded, slots_of
+from minillm.speculative.spire_model import Context, KVRows, Rollout, SpireModel, SpireShape
+from minillm.speculative.target_parts import padded, slots_of
 
 
 class SpireRound:
@@ -31,11 +31,11 @@ class SpireRound:
         self.rollout = Rollout(model.shape, context, starts.unsqueeze(1))
 
     def step(self, token_ids: Tensor) -> Tensor:
-        """See `Round.step`."""
+        """See `DraftRound.step`."""
         return self.model.target.logits(self.model.step(self.rollout, token_ids))
 
     def narrow(self, kept: list[int]) -> None:
-        """See `Round.narrow`."""
+        """See `DraftRound.narrow`."""
         self.rollout.narrow(kept)
 
 
@@ -52,15 +52,16 @@ class SpireDrafter(ReadingDrafter):
 
     def _cached(self, requests: Sequence[Request], verified: Sequence[int]) -> Context:
         """The rows of the target that the drafts see."""
-        shape, device, cache = self.model.shape, self.runner.device, self.runner.cache
+        shape, device, stored = self.model.shape, self.runner.device, self.runner.cache.stored_rows()
+        assert stored is not None
         seen = [visible(count, shape.window, shape.num_sinks) for count in verified]
         size = self.runner.block_size
         slots = padded([slots_of(r, p, size) for r, p in zip(requests, seen, strict=True)], None, device)
         rows = []
         for layer in self.model.layers:
-            cached = cached_rows(cache, layer.layer, layer.head_dim)
-            rows.append(Rows(*(part[slots.flatten()].unflatten(0, slots.shape) for part in cached)))
-        return Context(rows, padded(seen, NO_TOKEN, device))
+            cached = stored.layer(layer.layer, layer.head_dim)
+            rows.append(KVRows(*(part[slots.flatten()].unflatten(0, slots.shape) for part in cached)))
+        return Context(rows, padded(seen, PADDING, device))
 
     def _own(self, requests: Sequence[Request], verified: Sequence[int]) -> Context:
         """What the draft without feedback memory makes of the tokens that its drafts see, and of those that these have
@@ -69,7 +70,7 @@ class SpireDrafter(ReadingDrafter):
         reach = None if shape.window is None else shape.num_layers * (shape.window - 1) + 1
         seen = [visible(count, reach, shape.num_sinks) for count in verified]
         tokens = [[request.token_ids[p] for p in of] for request, of in zip(requests, seen, strict=True)]
-        return self.model.own_context(padded(tokens, 0, device), padded(seen, NO_TOKEN, device))
+        return self.model.own_context(padded(tokens, 0, device), padded(seen, PADDING, device))
 
 
 def visible(position: int, window: int | None, num_sinks: int) -> list[int]:

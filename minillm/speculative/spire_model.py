@@ -71,7 +71,7 @@ class SpireShape:
 
 
 @dataclass(frozen=True)
-class Rows:
+class KVRows:
     """Keys and values of one block, `[groups, n, num_kv_heads, head_dim]` each."""
 
     keys: Tensor
@@ -82,14 +82,14 @@ class Rows:
 class Context:
     """The tokens before a rollout, as the draft sees them. A group is a request, or in training a row of the batch."""
 
-    rows: list[Rows]
+    rows: list[KVRows]
     """One per block of the draft."""
     positions: Tensor
-    """`[groups, n]`, int64; `NO_TOKEN` is padding."""
+    """`[groups, n]`, int64; `PADDING` is padding."""
 
     def narrowed(self, kept: Tensor) -> Context:
         """The groups `kept` (`[m]`, int64)."""
-        rows = [Rows(r.keys.index_select(0, kept), r.values.index_select(0, kept)) for r in self.rows]
+        rows = [KVRows(r.keys.index_select(0, kept), r.values.index_select(0, kept)) for r in self.rows]
         return Context(rows, self.positions.index_select(0, kept))
 
 
@@ -103,9 +103,9 @@ class Rollout:
     def __init__(self, shape: SpireShape, context: Context, starts: Tensor) -> None:
         """`starts`: `[groups, rollouts]`, int64. A rollout sees the context before its start."""
         self.shape, self.context, self.starts = shape, context, starts
-        self.own: list[list[Rows]] = [[] for _ in context.rows]
+        self.own: list[list[KVRows]] = [[] for _ in context.rows]
         """For each block, the rows of each step so far: those of the memory once it is known."""
-        self.current: list[Rows] = []
+        self.current: list[KVRows] = []
         """For each block, what the newest token's own input gives."""
         self.hidden = torch.empty(0)
 
@@ -134,13 +134,13 @@ class Rollout:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
         """See `models.decoder.Attention`; the blocks come in order, `layer` is their number in the target."""
         shape = self.starts.shape
-        block, now = len(self.current), Rows(k.unflatten(0, shape), v.unflatten(0, shape))
+        block, now = len(self.current), KVRows(k.unflatten(0, shape), v.unflatten(0, shape))
         self.current.append(now)
         rows = [self.context.rows[block], *self.own[block], now]
         keys, values = torch.cat([r.keys for r in rows], 1), torch.cat([r.values for r in rows], 1)
         return masked_attention(q.unflatten(0, shape), keys, values, self.hidden).flatten(0, 1)
 
-    def end_step(self, rows: list[Rows]) -> None:
+    def end_step(self, rows: list[KVRows]) -> None:
         """Let later steps see the newest tokens as these rows, one per block."""
         for own, new in zip(self.own, rows, strict=True):
             own.append(new)
@@ -150,7 +150,7 @@ class Rollout:
         index = torch.tensor(kept, device=self.starts.device)
         self.context, self.starts = self.context.narrowed(index), self.starts.index_select(0, index)
         self.own = [
-            [Rows(r.keys.index_select(0, index), r.values.index_select(0, index)) for r in rows] for rows in self.own
+            [KVRows(r.keys.index_select(0, index), r.values.index_select(0, index)) for r in rows] for rows in self.own
         ]
 
 
@@ -158,15 +158,15 @@ class WindowAttention:
     """The `attention` of an ordinary decoder with the sparse mask over whole texts; it keeps the rows of each block."""
 
     def __init__(self, shape: SpireShape, positions: Tensor) -> None:
-        """`positions`: `[groups, n]`, int64, ascending; `NO_TOKEN` is padding."""
+        """`positions`: `[groups, n]`, int64, ascending; `PADDING` is padding."""
         self.shape = positions.shape
         self.hidden = hidden_keys(positions, positions, shape.window, shape.num_sinks)
-        self.rows: list[Rows] = []
+        self.rows: list[KVRows] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
         """See `models.decoder.Attention`."""
         q, k, v = (x.unflatten(0, self.shape) for x in (q, k, v))
-        self.rows.append(Rows(k, v))
+        self.rows.append(KVRows(k, v))
         return masked_attention(q, k, v, self.hidden).flatten(0, 1)
 
 
@@ -219,7 +219,7 @@ class SpireModel(nn.Module):
             return hidden
         shape, (cos, signed_sin) = rollout.starts.shape, self.target.rotations(positions)
         rows = [layer.heads(memory, cos, signed_sin)[1:] for layer in self.layers]
-        rollout.end_step([Rows(k.unflatten(0, shape), v.unflatten(0, shape)) for k, v in rows])
+        rollout.end_step([KVRows(k.unflatten(0, shape), v.unflatten(0, shape)) for k, v in rows])
         return hidden
 
     def own_context(self, token_ids: Tensor, positions: Tensor) -> Context:

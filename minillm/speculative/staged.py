@@ -11,7 +11,7 @@ cure is the same, too. An n-gram lookup guesses the next tokens, and one forward
 A guess is kept only if it equals the token that the draft model chooses at this place: the argmax, or for a sampled
 request the token that it draws from q with the request's own uniform. So the drafts, and their q, are those of method
 `draft_model`, in fewer forwards. (For a draft that is drawn, this accepts a guess x with probability q(x), which is the
-exact rule for deterministic guesses.) How many fewer, `passes_per_draft` says.
+exact rule for deterministic guesses.)
 
 Wins: where text repeats itself and a forward costs about the same for one token and for five, as on a GPU and for any
 model bound by memory. Loses: where a wrong guess costs a row that is not free, and where the draft model's forwards run
@@ -79,10 +79,6 @@ class StagedDrafter(DraftModelDrafter):
     def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool, guesser: NgramDrafter) -> None:
         super().__init__(runner, max_num_batched_tokens, greedy)
         self.guesser = guesser
-        self.num_passes = 0
-        """How often a request went through the draft model to get drafts. Without guesses, this is once per draft."""
-        self.num_drafts = 0
-        """Drafts proposed."""
 
     @classmethod
     def build(cls, context: DraftContext) -> StagedDrafter:
@@ -91,18 +87,6 @@ class StagedDrafter(DraftModelDrafter):
         runner = context.new_runner(context.load_model(options.model, options.quantization))
         greedy = options.draft_sample_method == "greedy"
         return cls(runner, context.max_num_batched_tokens, greedy, NgramDrafter(*options.lookup))
-
-    @property
-    def passes_per_draft(self) -> float | None:
-        """Passes of a request through the draft model per draft, at most 1; None before the first draft."""
-        return self.num_passes / self.num_drafts if self.num_drafts else None
-
-    def propose_for_timing(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose_for_timing`."""
-        counted = self.num_passes, self.num_drafts
-        drafts = self.propose(requests, num_drafts)
-        self.num_passes, self.num_drafts = counted
-        return drafts
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         is_greedy = self.is_greedy(requests)
@@ -120,7 +104,6 @@ class StagedDrafter(DraftModelDrafter):
             warn_of_broken_logits(self, problem)
         for each in rounds:
             self._progress[each.request] = DraftProgress(each.request.num_tokens, each.drafts[:-1])
-            self.num_drafts += len(each.drafts)
         return [Draft(each.drafts, torch.stack(each.probs) if each.probs else None) for each in rounds]
 
     def _guess(self, each: StagedDraft) -> list[int]:
@@ -152,7 +135,6 @@ class StagedDrafter(DraftModelDrafter):
 
         `logits`: `[sum of (guesses + 1), vocab]`.
         """
-        self.num_passes += len(rounds)
         if is_greedy:
             check_finite(logits)
             chosen, q = argmax(logits), []

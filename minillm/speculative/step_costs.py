@@ -128,7 +128,7 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
     context_draft = by_context_drafts / num_drafts / context
     read = context_draft * past  # seconds of each draft that was measured with a short text
     return StepCosts(
-        never_slower_with_fewer_rows({n: took[n] for n in rows}),
+        isotonic_costs({n: took[n] for n in rows}),
         max(0.0, by_context) / context,
         max(0.0, took["draft"] - read),
         max(0.0, (took["drafts"] - took["draft"]) / max(1, num_drafts - 1) - read),
@@ -185,9 +185,9 @@ def _time_in_turn(
     return {key: usual * statistics.median(found) for key, found in multiples.items()}
 
 
-def never_slower_with_fewer_rows(seconds: Mapping[int, float]) -> dict[int, float]:
-    """The same without noise that shows: a forward takes at most as long as one with more rows. Neighbours that are in
-    the wrong order get their mean (isotonic regression by pooling adjacent violators)."""
+def isotonic_costs(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Forward times, made non-decreasing in the number of rows: neighbours in the wrong order get their mean (isotonic
+    regression by pooling adjacent violators)."""
     pools: list[tuple[float, int]] = []
     for rows in sorted(seconds):
         total, count = seconds[rows], 1

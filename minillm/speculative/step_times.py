@@ -45,7 +45,7 @@ def within(found: float, usual: float) -> float:
 
 @dataclass
 class Mean:
-    """Of values of which the latest weighs at least `DRAFTED_WEIGHT`."""
+    """Running mean; the latest value has a weight of at least `DRAFTED_WEIGHT`."""
 
     value: float = 0.0
     count: int = 0
@@ -59,8 +59,8 @@ class Mean:
 
 
 @dataclass
-class Factors:
-    """Of the latest steps without drafts of so many requests: seconds over those that the costs say."""
+class PlainSlowdown:
+    """Measured / predicted time of the latest steps without drafts, for one batch size."""
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=PLAIN_STEPS_KEPT))
     usual: float = 0.0
@@ -69,15 +69,15 @@ class Factors:
     """As `time.perf_counter` counts."""
 
     @property
-    def are_fresh(self) -> bool:
+    def is_fresh(self) -> bool:
         """Whether the latest is from not long ago."""
         return time.perf_counter() <= self.fresh_until
 
-    def add(self, factor: float, seconds: float) -> None:
+    def add(self, ratio: float, seconds: float) -> None:
         """Count a step of so many `seconds`."""
-        while len(self.latest) > STALE_STEPS_KEPT and not self.are_fresh:
+        while len(self.latest) > STALE_STEPS_KEPT and not self.is_fresh:
             self.latest.popleft()
-        self.latest.append(factor)
+        self.latest.append(ratio)
         self.usual = statistics.median(self.latest)
         self.fresh_until = time.perf_counter() + FRESH_STEPS * seconds
 
@@ -87,7 +87,7 @@ class PlainTimes:
     """What steps without drafts take: what `costs` say, times how much longer the latest of them took."""
 
     costs: StepCosts
-    _factors: dict[int, Factors] = field(init=False, default_factory=dict)
+    _slowdowns: dict[int, PlainSlowdown] = field(init=False, default_factory=dict)
     """By number of requests."""
     _settling: int = field(init=False, default=SETTLING_STEPS)
     """Steps without drafts that are not counted any more before those that are."""
@@ -101,8 +101,8 @@ class PlainTimes:
             self._skipped += 1
             return
         self._skipped = 0
-        factors = self._factors.setdefault(num_requests, Factors())
-        factors.add(seconds / self.costs.target(num_requests, num_context), seconds)
+        slowdown = self._slowdowns.setdefault(num_requests, PlainSlowdown())
+        slowdown.add(seconds / self.costs.target(num_requests, num_context), seconds)
 
     def other_work(self) -> None:
         """Called after each step with drafts, and once prompts were computed."""
@@ -110,18 +110,18 @@ class PlainTimes:
 
     def seconds(self, num_requests: int, num_context: int) -> float | None:
         """What a step without drafts should take; None before any was counted."""
-        if not self._factors:
+        if not self._slowdowns:
             return None
         return self._nearest(num_requests).usual * self.costs.target(num_requests, num_context)
 
     def ratio(self, num_requests: int, num_context: int, seconds: float) -> float | None:
         """A step of so many `seconds` that has just ended, over one without drafts; None if none was counted lately."""
         plain = self.seconds(num_requests, num_context)
-        return seconds / plain if plain and self._nearest(num_requests).are_fresh else None
+        return seconds / plain if plain and self._nearest(num_requests).is_fresh else None
 
-    def _nearest(self, num_requests: int) -> Factors:
-        found = self._factors.get(num_requests)
-        return found or self._factors[min(self._factors, key=lambda known: abs(known - num_requests))]
+    def _nearest(self, num_requests: int) -> PlainSlowdown:
+        found = self._slowdowns.get(num_requests)
+        return found or self._slowdowns[min(self._slowdowns, key=lambda known: abs(known - num_requests))]
 
 
 @dataclass

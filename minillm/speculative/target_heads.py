@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.models.decoder import Decoder
 from minillm.ops.linear import linear
-from minillm.ops.transfer import copy_to_device
+from minillm.ops.transfer import indices_on_device
 from minillm.quantization.base import QuantizedLinear
 from minillm.speculative.draft_heads import KINDS, DraftHeads
 
 
 @dataclass(frozen=True)
-class Round:
+class HeadsRound:
     """What the heads know before the first draft of a round."""
 
     num_drafts: list[int]
@@ -53,7 +52,7 @@ class TargetHeads:
             """W D: `[vocab, token_rank]`."""
 
     @torch.inference_mode()
-    def begin(self, hidden: Tensor, last: Tensor, most: Sequence[int], kind: int, min_survival: float) -> Round:
+    def begin(self, hidden: Tensor, last: Tensor, most: Sequence[int], kind: int, min_survival: float) -> HeadsRound:
         """Start a round. `hidden`: `[n, hidden]`; `last`: `[n]` int64, the last tokens; `most`: most drafts of each;
         `kind`: the row of `KINDS` whose confidences cut the chains."""
         c = self.heads.trunk(hidden.to(self.dtype), F.embedding(last, self.embedding).to(self.dtype))
@@ -63,10 +62,10 @@ class TargetHeads:
             most = [min(pair) for pair in zip(most, alive, strict=True)]
         longest = max(most)
         if not longest:
-            return Round(most, c[:0], c[:0])
+            return HeadsRound(most, c[:0], c[:0])
         vectors = self.heads.positions(c, longest)
         logits = self.unembedding(vectors.flatten(0, 1)).unflatten(0, (-1, longest))
-        return Round(most, logits, self.heads.contexts(c)[:, :longest])
+        return HeadsRound(most, logits, self.heads.contexts(c)[:, :longest])
 
     @torch.inference_mode()
     def next_logits(
@@ -95,7 +94,7 @@ class TargetHeads:
 class Chains:
     """The states of several chains whose tokens are drawn outside."""
 
-    def __init__(self, heads: TargetHeads, begun: Round, rows: Tensor, last: Tensor) -> None:
+    def __init__(self, heads: TargetHeads, begun: HeadsRound, rows: Tensor, last: Tensor) -> None:
         """`rows`: which requests of the round draft, `[n]` int64."""
         self.heads, self.position = heads, 0
         self.logits, self.contexts = begun.logits.index_select(0, rows), begun.contexts.index_select(0, rows)
@@ -109,7 +108,7 @@ class Chains:
         """The logits of the next draft of these chains, `[len(active), vocab]`. `previous`: their drafts before it."""
         self.position += 1
         if len(active) < len(self.active):
-            kept = copy_to_device({"rows": np.array([self.active.index(i) for i in active])}, previous.device)["rows"]
+            kept = indices_on_device([self.active.index(i) for i in active], previous.device)
             self.state, self.active = self.state.index_select(0, kept), list(active)
             self.logits, self.contexts = self.logits.index_select(0, kept), self.contexts.index_select(0, kept)
         logits, context = self.logits[:, self.position], self.contexts[:, self.position]

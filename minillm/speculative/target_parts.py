@@ -1,5 +1,5 @@
-"""What a trained drafter shares with its target: embedding, unembedding, RoPE tables, and the keys and values that the
-target has cached. None of it is trained or stored with the drafter."""
+"""What a trained drafter shares with its target: embedding, unembedding, RoPE tables, and the slots of its cache. None
+of it is trained or stored with the drafter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.cache.base import KVCache
-from minillm.cache.paged_quantized import DequantizedRows
-from minillm.errors import UnsupportedError
 from minillm.models.decoder import Decoder
 from minillm.ops.linear import Linear
 from minillm.ops.linear import linear as linear_product
@@ -51,28 +48,6 @@ class TargetParts:
 
 def _product(weight: Tensor, x: Tensor) -> Tensor:
     return linear_product(x, weight)
-
-
-LayerRows = Tensor | DequantizedRows
-"""The keys or values of a layer: `[num_slots, num_kv_heads, head_dim]`, indexed by slot."""
-
-
-def cached_rows(cache: KVCache, layer: int, head_dim: int) -> tuple[LayerRows, LayerRows]:
-    """The keys and values that the target has cached in `layer`, rotated as they were stored. Nothing is copied.
-
-    Raises `UnsupportedError` for a cache that does not say how it stores them.
-    """
-    rows = cache.stored_rows()
-    if rows is None:
-        raise UnsupportedError(
-            f"this drafter reads the target's keys and values, which {type(cache).__name__} stores in its own way; use "
-            "layout 'paged'"
-        )
-    keys, values = ([part[layer] for part in pools] for pools in (rows.keys, rows.values))
-    if rows.dequantise is None:
-        return keys[0], values[0]
-    shape = (*keys[0].shape[:2], head_dim)
-    return DequantizedRows(keys, rows.dequantise, shape), DequantizedRows(values, rows.dequantise, shape)
 
 
 def slots_of(request: Request, positions: Sequence[int], block_size: int) -> list[int]:

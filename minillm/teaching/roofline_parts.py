@@ -23,7 +23,8 @@ from minillm.llm import LLM
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import held_out_prompts
-from minillm.models.loading import load_model, resolve, stored_tensors
+from minillm.models.hub import resolve
+from minillm.models.loading import load_model, stored_tensors
 from minillm.models.tensor_names import stored_parts
 from minillm.ops.linear import Linear
 from minillm.runtime.runner import ModelRunner

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from minillm.input_processor import Prompt
 from minillm.llm import LLM
-from minillm.llm_engine import Prompt
 from minillm.request import Request
 from minillm.sampling import SamplingParams
 

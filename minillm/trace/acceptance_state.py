@@ -31,7 +31,7 @@ from minillm.trace import (
 )
 from minillm.trace.trace_state import TraceState
 
-Verdict = Literal["accepted", "rejected", "discarded"]
+DraftOutcome = Literal["accepted", "rejected", "discarded"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Round:
 
     step: int
     drafts: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[DraftOutcome, ...]
     target_token: str | None
     """The target's own token; `None` if the text ended at an accepted draft."""
     added_origin: TokenOrigin | None
@@ -223,22 +223,22 @@ class AcceptanceState(TraceState):
         request.rounds.append(Round(self.step, drafts, verdicts, *(added or (None, None)), parents))
 
 
-def _chain_verdicts(count: int, kept: int, has_added: bool) -> tuple[Verdict, ...]:
+def _chain_verdicts(count: int, kept: int, has_added: bool) -> tuple[DraftOutcome, ...]:
     """Return the verdicts of a chain. `has_added`: whether the target added a token of its own."""
-    verdicts: list[Verdict] = ["discarded"] * count
+    verdicts: list[DraftOutcome] = ["discarded"] * count
     verdicts[:kept] = ["accepted"] * kept
     if has_added and kept < count:
         verdicts[kept] = "rejected"
     return tuple(verdicts)
 
 
-def _tree_verdicts(parents: tuple[int, ...], path: list[int], has_added: bool) -> tuple[Verdict, ...]:
+def _tree_verdicts(parents: tuple[int, ...], path: list[int], has_added: bool) -> tuple[DraftOutcome, ...]:
     """Return the verdicts of a tree. `has_added`: whether the target added a token of its own.
 
     Siblings are judged in order, so those before an accepted one were rejected. If the target added a token, all
     children of the last accepted draft were rejected as well.
     """
-    verdicts: list[Verdict] = ["discarded"] * len(parents)
+    verdicts: list[DraftOutcome] = ["discarded"] * len(parents)
     for node, parent in zip(path, [-1, *path], strict=False):
         verdicts[node] = "accepted"
         for sibling in range(node):

@@ -9,7 +9,9 @@ reuses it, until it is evicted to make room for other contents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 
 from minillm.trace import (
     BlockCopied,
@@ -51,18 +53,11 @@ class PoolSnapshot:
 class Totals:
     """Counters since the start of the trace."""
 
-    written_slots: int = 0
-    """Writes of keys and values to slots; rewriting a slot counts again."""
-    rolled_back_slots: int = 0
-    recomputed_tokens: int = 0
-    """Tokens whose keys and values a preemption discarded."""
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     """Tokens found in the prefix cache, which need no prefill."""
     forked_tokens: int = 0
     """Tokens shared with another completion of the same prompt."""
-    copied_blocks: int = 0
-    evicted_blocks: int = 0
     finished: int = 0
     output_tokens: int = 0
     peak_blocks: int = 0
@@ -172,7 +167,6 @@ class CacheState(TraceState):
             case RequestPreempted(request_id=request_id, num_computed_tokens=num_computed):
                 self._request(request_id).preempt(num_computed)
                 self.totals.preemptions += 1
-                self.totals.recomputed_tokens += num_computed
             case StepRan(work=parts):
                 for work in parts:
                     self._run(work)
@@ -184,8 +178,7 @@ class CacheState(TraceState):
                 self._end(event)
 
     def page(self, block_id: int) -> Page:
-        """Return the state of block `block_id` and of each of its slots."""
-        slots: tuple[SlotState, ...]
+        """Return the state of block `block_id` and of its slots."""
         freed = self.freed.get(block_id)
         owners = (freed.request_id,) if freed else ()
         state: PageState = "freed" if freed else "free"
@@ -193,10 +186,9 @@ class CacheState(TraceState):
             owners = tuple(self.owners[block_id])
             state, slots = "shared" if len(owners) > 1 else "used", self._slots(block_id)
         elif block_id in self.in_prefix_cache:
-            state, slots = "cached", ("cached",) * self.block_size
+            state, slots = "cached", (("cached", self.block_size),)
         else:
-            rolled_back = freed.rolled_back if freed else NOTHING
-            slots = tuple("rolled_back" if slot in rolled_back else "free" for slot in range(self.block_size))
+            slots = self._runs([freed.rolled_back if freed else NOTHING], rest="free")
         reused = any(block_id in self.requests[owner].marks.reused_blocks for owner in self.owners.get(block_id, {}))
         flags = block_id in self.in_prefix_cache, reused, block_id in self.evicted
         return Page(block_id, state, owners, slots, *flags, self.copied_from.get(block_id))
@@ -205,16 +197,29 @@ class CacheState(TraceState):
         """Return the states of all blocks."""
         return [self.page(block_id) for block_id in range(self.num_blocks)]
 
-    def _slots(self, block_id: int) -> tuple[SlotState, ...]:
-        filled = self._num_filled(block_id)
-        slots: list[SlotState] = ["written"] * filled + ["empty"] * (self.block_size - filled)
-        for request_id, index in self.owners[block_id].items():
-            marks = self.requests[request_id].marks
-            for slot in self._slots_inside(marks.rolled_back, index):
-                slots[slot] = "rolled_back" if slot >= filled else slots[slot]
-            for slot in self._slots_inside(marks.written, index):
-                slots[slot] = "fresh"
-        return tuple(slots)
+    def _slots(self, block_id: int) -> tuple[tuple[SlotState, int], ...]:
+        """Return the runs of slots of a used block."""
+        owners = [(self.requests[owner].marks, index) for owner, index in self.owners[block_id].items()]
+        fresh = [self._slots_inside(marks.written, index) for marks, index in owners]
+        rolled_back = [self._slots_inside(marks.rolled_back, index) for marks, index in owners]
+        return self._runs(rolled_back, fresh, range(self._num_filled(block_id)), rest="empty")
+
+    def _runs(
+        self, rolled_back: Sequence[range], fresh: Sequence[range] = (), filled: range = NOTHING, *, rest: SlotState
+    ) -> tuple[tuple[SlotState, int], ...]:
+        """Return the runs of the slots of a block; the slots in none of these ranges are in the state `rest`."""
+
+        def state(slot: int) -> SlotState:
+            if any(slot in part for part in fresh):
+                return "fresh"
+            if slot in filled:
+                return "written"
+            return "rolled_back" if any(slot in part for part in rolled_back) else rest
+
+        bounds = {bound for part in (*rolled_back, *fresh, filled) for bound in (part.start, part.stop)}
+        parts = pairwise(sorted({0, *bounds, self.block_size}))
+        runs = groupby(parts, key=lambda part: state(part[0]))
+        return tuple((of, sum(stop - start for start, stop in run)) for of, run in runs)
 
     def _num_filled(self, block_id: int) -> int:
         """Return the number of slots of a used block that hold valid keys and values."""
@@ -279,12 +284,10 @@ class CacheState(TraceState):
         request.block_table[index] = target
         request.marks.copied.append((source, target))
         self.copied_from[target] = source
-        self.totals.copied_blocks += 1
 
     def _evict(self, block_ids: list[int]) -> None:
         self.in_prefix_cache.difference_update(block_ids)
         self.evicted.update(block_ids)
-        self.totals.evicted_blocks += len(block_ids)
 
     def _add_owner(self, block_id: int, request: RequestState, index: int) -> None:
         self.owners.setdefault(block_id, {})[request.request_id] = index
@@ -315,14 +318,12 @@ class CacheState(TraceState):
         request = self._request(work.request_id)
         request.status = work.kind
         request.write(work.start, work.num_tokens)
-        self.totals.written_slots += work.num_tokens
 
     def _commit(self, event: TokensCommitted) -> None:
         request = self._request(event.request_id)
         request.keep(event.num_computed_tokens)
         request.num_tokens += len(event.token_ids)
         request.marks.num_drafts, request.marks.num_accepted = event.num_drafts, event.num_accepted
-        self.totals.rolled_back_slots += len(request.marks.rolled_back)
         self.totals.output_tokens += len(event.token_ids)
 
     def _finish(self, request: RequestState, reason: str) -> None:

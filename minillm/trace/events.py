@@ -1,4 +1,6 @@
-"""The typed events that the engine emits. Metrics, pictures, benchmarks and tests read them; the engine reads none.
+"""The typed events that the engine emits. Metrics, pictures, benchmarks and tests read them.
+
+`engine/` reads none; `LLMEngine` asks the request metrics who has ended.
 
 The order within a step is: `StepStarted`; `DraftsPlanned`; from scheduling any of `RequestPreempted`, `BlocksFreed`,
 `BlocksShared`, `BlocksEvicted`, `BlocksAllocated`, `BlockCopied` and `BlocksCached`; `DraftProposed`; `StepRan`; then,
@@ -9,7 +11,7 @@ rollbacks and finished requests, `RequestFinished`; finally `StepFinished`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -47,6 +49,9 @@ class Event:
     def to_json(self) -> str:
         """Return the event as one line of JSON; the key `event` holds the class name."""
         return json.dumps({"event": type(self).__name__, **asdict(self)}, ensure_ascii=False)
+
+    def check(self) -> None:
+        """Raise `TraceError` if fields contradict each other. `Trace.load` calls it; the engine does not, for speed."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,12 @@ class DraftsPlanned(Event):
     """`speedups[m]`: predicted tokens per second with the m most promising drafts of all requests, as a multiple of
     plain decoding."""
 
+    def check(self) -> None:
+        """See `Event.check`."""
+        _check_lengths(request_ids=self.request_ids, num_drafts=self.num_drafts)
+        if self.survival:  # none if nothing was predicted
+            _check_lengths(request_ids=self.request_ids, survival=self.survival)
+
 
 @dataclass(frozen=True)
 class DraftProposed(Event):
@@ -192,6 +203,14 @@ class DraftProposed(Event):
     texts: list[str]
     parents: list[Parent] | None = None
     """For a draft tree: the parent of each draft, -1 for the last committed token. None for a chain."""
+
+    def check(self) -> None:
+        """See `Event.check`: a draft's parent is one of those before it."""
+        _check_lengths(token_ids=self.token_ids, texts=self.texts)
+        if self.parents is not None:
+            _check_lengths(token_ids=self.token_ids, parents=self.parents)
+            if any(parent >= draft for draft, parent in enumerate(self.parents)):
+                raise TraceError(f"parents {self.parents}: a draft must come after its parent")
 
 
 @dataclass(frozen=True)
@@ -233,6 +252,16 @@ class TokensCommitted(Event):
     path: list[Size] | None = None
     """For a draft tree: the accepted drafts, from the root down."""
 
+    def check(self) -> None:
+        """See `Event.check`."""
+        _check_lengths(token_ids=self.token_ids, texts=self.texts, origins=self.origins)
+        if self.num_accepted > self.num_drafts:
+            raise TraceError(f"{self.num_accepted} of {self.num_drafts} drafts accepted; give at most all of them")
+        if (kept := self.origins.count("accepted")) > self.num_accepted:
+            raise TraceError(f"{kept} tokens are accepted drafts, but {self.num_accepted} drafts were accepted")
+        if self.path and max(self.path) >= self.num_drafts:
+            raise TraceError(f"path {self.path} names a draft that is none of the {self.num_drafts}")
+
 
 @dataclass(frozen=True)
 class RequestFinished(Event):
@@ -254,6 +283,13 @@ class StepFinished(Event):
     draft_seconds: Measure
     target_seconds: Measure
     num_free_blocks: Size
+
+
+def _check_lengths(**lists: Sequence[object]) -> None:
+    """Raise `TraceError` unless all `lists` have the same length."""
+    if len({len(values) for values in lists.values()}) > 1:
+        lengths = ", ".join(f"{len(values)} {name}" for name, values in lists.items())
+        raise TraceError(f"{lengths}: give as many of each")
 
 
 class Listeners(list[Callable[[Event], None]]):
@@ -335,7 +371,9 @@ def _parse(line: str, number: int, path: str | Path) -> Event:
         unknown = values.keys() - {f.name for f in fields(kind)}
         if unknown:
             raise KeyError(", ".join(sorted(unknown)))
-        return msgspec.convert(values, kind)
+        event: Event = msgspec.convert(values, kind)
+        event.check()
+        return event
     except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         reason = f"{type(problem).__name__}: {str(problem)[:LONGEST]}"
         raise TraceError(f"{path}, line {number}: not an event ({reason})") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minillm.errors import TraceError
-from minillm.trace.events import Event
+from minillm.trace.events import Event, Size
 
 
 @dataclass(frozen=True)
@@ -13,12 +13,12 @@ class RowsWritten(Event):
     """What one forward did to the cache of one layer under one growth policy."""
 
     policy: str
-    past: int
+    past: Size
     """Valid rows before the step."""
-    written: int
-    copied: int
+    written: Size
+    copied: Size
     """Rows moved into a new buffer before writing: `past` or 0."""
-    capacity: int
+    capacity: Size
     """Rows of the buffer after growing."""
 
     @property
@@ -41,9 +41,9 @@ class ForwardWork(Event):
     Raises `TraceError` unless 0 < `num_new` <= `num_rows` <= `num_tokens`.
     """
 
-    num_tokens: int
-    num_rows: int
-    num_new: int
+    num_tokens: Size
+    num_rows: Size
+    num_new: Size
     """How many of the rows were not computed by an earlier forward."""
 
     def __post_init__(self) -> None:

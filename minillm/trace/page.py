@@ -1,4 +1,4 @@
-"""The state of one block for drawing: its owners, the state of each slot, and its changes in this step."""
+"""The state of one block for drawing: its owners, the states of its slots, and its changes in this step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Page:
     state: PageState
     owners: tuple[str, ...]
     """Request ids; several if the block is shared. For a block freed in this step: its last owner."""
-    slots: tuple[SlotState, ...]
+    slots: tuple[tuple[SlotState, int], ...]
+    """The states of the slots, from the first to the last: (state, number of slots in a row that have it)."""
     in_prefix_cache: bool = False
     """Whether the block is in the prefix cache."""
     reused: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -12,8 +13,11 @@ from minillm.trace.trace_state import TraceState
 State = TypeVar("State", bound=TraceState)
 
 
-class Replay(Generic[State]):
-    """Computes the state of a trace after any step. Going forward folds only the events in between."""
+class Replay(threading.local, Generic[State]):
+    """Computes the state of a trace after any step. Going forward folds only the events in between.
+
+    Each thread has a state of its own: a view may be drawn by the engine's thread and by others at once.
+    """
 
     def __init__(self, trace: Trace, new_state: Callable[[], State]) -> None:
         self.trace = trace
@@ -27,7 +31,8 @@ class Replay(Generic[State]):
     def at(self, step: int | None = None) -> State:
         """Return the state after `step`, by default after the last event so far.
 
-        The next call may change the returned object, so do not keep it. Raises `TraceError` for an unknown step.
+        The next call in this thread may change the returned object, so do not keep it. Raises `TraceError` for an
+        unknown step.
         """
         stop = len(self.trace) if step is None else self._end_of(step)
         if stop < self._position:

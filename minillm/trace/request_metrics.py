@@ -175,12 +175,14 @@ class MetricsWatcher:
             self.forget(next(iter(self._left_over)))
 
     def is_running(self, name: str) -> bool:
-        """Whether a completion of this prompt is unfinished, or an interrupt swallowed the event of its end."""
+        """Whether a completion of this prompt is unfinished, or ended in a step that was interrupted before the event
+        `RequestFinished`."""
         return name in self._running
 
     @property
     def num_unfinished(self) -> int:
-        """Unfinished completions of all prompts, and those of whose end an interrupt swallowed the event."""
+        """Completions of all prompts that are unfinished, or ended in a step that was interrupted before the event
+        `RequestFinished`."""
         return self._running.total()
 
     def ended_among(self, names: Container[str]) -> list[str]:
@@ -196,7 +198,7 @@ class MetricsWatcher:
         self.awaited.discard(name)
         self._ended.discard(name)
         self._left_over.pop(name, None)
-        self._running.pop(name, None)  # an interrupt may have swallowed the event of its end
+        self._running.pop(name, None)  # it may have ended in a step that was interrupted before `RequestFinished`
         self.requests.pop(name, None)
 
 

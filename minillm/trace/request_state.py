@@ -59,6 +59,14 @@ class RequestState:
     former_table: list[int] = field(default_factory=list)
     """The block table at the end of the request."""
     marks: StepChanges = field(default_factory=StepChanges)
+    preempted_tokens: int = 0
+    """Tokens in the cache at the last preemption; a prefill of these is a recomputation."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether its prefill computes tokens again that a preemption discarded."""
+        start = self.marks.written.start if self.marks.written else self.num_computed
+        return self.status == "prefill" and start < self.preempted_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -88,7 +96,7 @@ class RequestState:
     def preempt(self, num_computed: int) -> None:
         """Record a preemption: the request lost its cached tokens, and `num_computed` tokens must be recomputed."""
         self.restart()
-        self.marks.preempted_tokens = num_computed
+        self.marks.preempted_tokens = self.preempted_tokens = num_computed
         self.status = "preempted"
 
     def restart(self) -> None:

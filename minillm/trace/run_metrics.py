@@ -40,8 +40,8 @@ class RunMetrics:
         """Compute the metrics of all events in `trace` so far."""
         cache = CacheState().fold_all(trace)
         acceptance = AcceptanceState().fold_all(trace).total()
-        used_slots = sum(figures.used_blocks for figures in cache.history) * cache.block_size
-        waste = sum(figures.waste_slots for figures in cache.history)
+        used_slots = sum(snapshot.used_blocks for snapshot in cache.history) * cache.block_size
+        waste = sum(snapshot.waste_slots for snapshot in cache.history)
         totals = cache.totals
         return cls(
             output_tokens=totals.output_tokens,

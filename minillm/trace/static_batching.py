@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import ConfigError
-from minillm.trace.timeline_state import Cell, Row, Timeline
+from minillm.trace.timeline_state import WAITING, Cell, Row, Timeline
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _run(batch: Sequence[int], jobs: Sequence[Job], rows: Sequence[Row], start: 
     for i in batch:
         job, cells = jobs[i], rows[i].cells
         done = first_token - 1 + job.num_outputs
-        cells.update((step, Cell()) for step in range(job.arrival, start))
+        cells.update(dict.fromkeys(range(job.arrival, start), WAITING))
         cells.update((step, Cell("idle")) for step in range(start, end + 1))
         for token in range(tokens_before, tokens_before + job.num_prompt_tokens):
             cell = cells[start + token // budget]

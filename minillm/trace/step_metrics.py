@@ -1,12 +1,11 @@
 """Metrics per step, computed from a trace: how full the batch, the token budget and the cache were.
 
-They are the metrics that a server exports: running and waiting requests, tokens, cache use. They depend only on the
-events, so the same trace always gives the same metrics.
+They depend only on the events, so the same trace always gives the same metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minillm.trace import (
@@ -77,39 +76,6 @@ class StepMetrics:
         return _ratio(self.num_tokens, self.max_num_batched_tokens)
 
 
-@dataclass(frozen=True)
-class StepSummary:
-    """The metrics of a whole run. Means are over steps unless stated otherwise."""
-
-    num_steps: int
-    seconds: float
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_verify_tokens: int
-    num_reused_tokens: int
-    num_committed_tokens: int
-    num_preemptions: int
-    mean_running: float
-    max_running: int
-    max_waiting: int
-    mean_block_utilisation: float
-    peak_used_blocks: int
-    """The maximum over the ends of steps; within a step it may have been higher."""
-    kv_slot_utilisation: float | None
-    """Valid / allocated slots, both summed over the steps; None if nothing was ever allocated."""
-    mean_budget_use: float
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean number of tokens per step that went through the model."""
-        return _ratio(self.num_prefill_tokens + self.num_decode_tokens + self.num_verify_tokens, self.num_steps)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens per second spent in steps; 0 if no time passed."""
-        return _ratio(self.num_committed_tokens, self.seconds)
-
-
 def step_metrics(trace: Iterable[Event]) -> list[StepMetrics]:
     """Return the metrics of every finished step of a trace (or of its first events), in order.
 
@@ -117,28 +83,6 @@ def step_metrics(trace: Iterable[Event]) -> list[StepMetrics]:
     """
     counter = _Counter()
     return [metrics for number, event in enumerate(trace, 1) if (metrics := counter.take(event, number))]
-
-
-def summarise(metrics: Sequence[StepMetrics]) -> StepSummary:
-    """Aggregate the metrics of all steps; without steps, return zeros."""
-    totals = {
-        name: sum(getattr(m, name) for m in metrics)
-        for name in ("seconds", "num_prefill_tokens", "num_decode_tokens", "num_verify_tokens", "num_reused_tokens")
-    }
-    allocated = sum(m.allocated_slots for m in metrics)
-    return StepSummary(
-        num_steps=len(metrics),
-        **totals,
-        num_committed_tokens=sum(m.num_committed_tokens for m in metrics),
-        num_preemptions=sum(m.num_preemptions for m in metrics),
-        mean_running=_mean([m.num_running for m in metrics]),
-        max_running=max((m.num_running for m in metrics), default=0),
-        max_waiting=max((m.num_waiting for m in metrics), default=0),
-        mean_block_utilisation=_mean([m.block_utilisation for m in metrics]),
-        peak_used_blocks=max((m.used_blocks for m in metrics), default=0),
-        kv_slot_utilisation=sum(m.valid_slots for m in metrics) / allocated if allocated else None,
-        mean_budget_use=_mean([m.budget_use for m in metrics]),
-    )
 
 
 @dataclass
@@ -203,10 +147,6 @@ class _Counter:
             max_num_batched_tokens=self.budget,
             seconds=event.seconds,
         )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 from minillm.trace import (
@@ -48,7 +50,7 @@ WAITING = Cell()
 
 @dataclass
 class Row:
-    """One request. `cells` has an entry for every step from arrival to end."""
+    """One request. `cells` has an entry for every step from arrival to end, none if it never ran."""
 
     index: int
     """Requests are numbered from 0 in the order they were added; determines the letter and colour in pictures."""
@@ -58,14 +60,19 @@ class Row:
     num_prompt_tokens: int
     cells: dict[int, Cell] = field(default_factory=dict)
     end: int | None = None
-    """The step in which it finished; `None` if it has not."""
+    """The step in which it finished, `arrival` if it never ran; `None` if it has not finished."""
     reason: str | None = None
     preempted_tokens: int = 0
     """Tokens in the cache at the last preemption; a prefill of these is a recomputation."""
 
+    def steps_by_kind(self) -> Counter[CellKind]:
+        """Return how many steps were spent in each kind."""
+        return Counter(map(attrgetter("kind"), self.cells.values()))
+
     def num_steps(self, *kinds: CellKind) -> int:
         """Return the number of steps spent in one of `kinds`."""
-        return sum(cell.kind in kinds for cell in self.cells.values())
+        counts = self.steps_by_kind()
+        return sum(counts[kind] for kind in kinds)
 
 
 @dataclass
@@ -101,7 +108,7 @@ class Timeline:
         loads = [Load() for _ in self.steps]
         for row in self.rows:
             for step, cell in row.cells.items():
-                if cell.kind in WORKING:
+                if cell is not WAITING and cell.kind in WORKING:  # almost all cells of a long run are WAITING
                     load, prefill = loads[step - self.first_step], cell.kind in ("prefill", "recompute")
                     load.requests += 1
                     load.tokens += cell.num_tokens
@@ -169,13 +176,15 @@ class TimelineState(TraceState):
                 cell.num_committed += len(event.token_ids)
             case RequestFinished(request_id=request_id, reason=reason):
                 row = self._rows[request_id]
-                row.end, row.reason = self._step, reason
+                # It may be aborted before the first step that could have run it.
+                row.end, row.reason = max(self._step, row.arrival), reason
 
     def _start(self, step: int) -> None:
         if not self.timeline.num_steps:
             self.timeline.first_step = step
             for row in self.timeline.rows:
                 row.arrival = max(row.arrival, step)
+                row.end = None if row.end is None else max(row.end, step)
         if step != self.timeline.first_step + self.timeline.num_steps:
             raise ValueError(f"step {step} follows step {self._step}")
         self._step = step

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minillm.runtime.capture_failure import CaptureError, capture_errors
+from minillm.runtime.cuda_graphs import CaptureError, capture_errors
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """`step(inputs, targets)`: one update of all parameters. Returns the loss before it, a tensor of no dimensions."""

@@ -25,7 +25,7 @@ from minillm.errors import TrainingError
 from minillm.models.causal import CausalAttention
 from minillm.models.decoder import Decoder
 from minillm.speculative.long_model import NUM_ANCHORS, LongModel
-from minillm.speculative.spire_model import Context, Rollout, Rows, SpireModel
+from minillm.speculative.spire_model import Context, KVRows, Rollout, SpireModel
 from minillm.training.divergence import kl_and_rejection
 from minillm.training.precision import forward_precision
 from minillm.training.target_states import Targets
@@ -41,13 +41,13 @@ class RecordingAttention(CausalAttention):
     def __init__(self, length: int, layers: Sequence[int]) -> None:
         super().__init__(length)
         self.layers = layers
-        self.rows: list[Rows] = []
+        self.rows: list[KVRows] = []
         """`[rows, length, num_kv_heads, head_dim]` for each of `layers`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
         """See `CausalAttention.attend`."""
         if layer in self.layers:
-            self.rows.append(Rows(k.unflatten(0, (-1, self.length)), v.unflatten(0, (-1, self.length))))
+            self.rows.append(KVRows(k.unflatten(0, (-1, self.length)), v.unflatten(0, (-1, self.length))))
         return super().attend(layer, q, k, v, batch)
 
 
@@ -57,7 +57,7 @@ class TargetPass:
 
     logits: Tensor
     """`[rows, length, vocab]`."""
-    rows: list[Rows]
+    rows: list[KVRows]
     """Keys and values of the recorded layers."""
 
 
@@ -91,7 +91,7 @@ def draft_loss(logits: Tensor, target_logits: Tensor) -> Tensor:
     return 0.5 * kl + 0.5 * rejected
 
 
-def spire_logits(model: SpireModel, inputs: Tensor, rows: list[Rows], first: int, steps: int) -> Tensor:
+def spire_logits(model: SpireModel, inputs: Tensor, rows: list[KVRows], first: int, steps: int) -> Tensor:
     """Logits of all rollouts of a batch, `[rows, rollouts, steps, vocab]`, from the target's keys and values."""
     count = num_rollouts(inputs.shape[1], first, steps)
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
@@ -103,7 +103,7 @@ def spire_logits(model: SpireModel, inputs: Tensor, rows: list[Rows], first: int
     return model.target.logits(torch.stack(hidden, 1).flatten(0, 1)).unflatten(0, (len(inputs), count, steps))
 
 
-def long_logits(model: LongModel, inputs: Tensor, positions: Tensor, rows: Rows, first: int, steps: int) -> Tensor:
+def long_logits(model: LongModel, inputs: Tensor, positions: Tensor, rows: KVRows, first: int, steps: int) -> Tensor:
     """The same for `long`, whose rollouts need no order: each token's row follows from the tokens before it."""
     count, (num_rows, length) = num_rollouts(inputs.shape[1], first, steps), inputs.shape
     index = torch.arange(length, device=inputs.device)

@@ -1,4 +1,4 @@
-"""The batch benchmark: fixed heavy-tailed lengths, utilisation counted from a trace, the better peer found."""
+"""The batch benchmark: fixed heavy-tailed lengths, utilisation counted from a trace."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.bench import batch_transformers, batching, vllm_peer
 from minillm.bench.benchmarks import BENCHMARKS, find
-from minillm.bench.harness import Row
 from minillm.errors import ConfigError
 from minillm.models.held_out import held_out_prompts
 from minillm.tokenizer import Tokenizer
+from minillm.trace.step_metrics import step_metrics
 from tests.conftest import TinyPair
 
 
@@ -38,7 +38,9 @@ def test_utilisation_is_counted_from_the_steps(tiny: TinyPair) -> None:
     assert told["steps"] == 8
     assert told["batch_slot_utilisation"] == pytest.approx(12 / 16)
     assert told["batch_slot_utilisation_while_waiting"] == 1.0
-    assert 0 < told["kv_slot_utilisation"] < 1
+    steps = step_metrics(trace)
+    valid, allocated = sum(step.valid_slots for step in steps), sum(step.allocated_slots for step in steps)
+    assert 0 < valid < allocated and told["kv_slot_utilisation"] == pytest.approx(valid / allocated)
 
 
 def test_requests_that_the_engine_does_not_know_yet_wait_all_the_same(tiny: TinyPair) -> None:
@@ -52,21 +54,6 @@ def test_requests_that_the_engine_does_not_know_yet_wait_all_the_same(tiny: Tiny
     assert told["steps"] == 10
     assert told["batch_slot_utilisation"] == pytest.approx(12 / 20)
     assert told["batch_slot_utilisation_while_waiting"] == pytest.approx(6 / 8)
-
-
-def row(system: str, baseline: str | None, speed: float, ratio: float | None) -> Row:
-    return Row(system, baseline, ratio, ratio, ratio, speed, 1000 / speed, None, True)
-
-
-def test_the_peer_is_the_better_of_transformers_ways() -> None:
-    rows = [row(batching.PADDED, None, 100, None), row(batching.PADDED_ALL, batching.PADDED, 300, 3)]
-    rows += [row(batching.GENERATE_BATCH, batching.PADDED, 50, 0.5)]
-    for name, speed in ((batching.CONTINUOUS, 600), (batching.CONTINUOUS_ALL, 900)):
-        rows += [row(name, batching.PADDED_ALL, speed, speed / 300), row(name, batching.PADDED, speed, speed / 100)]
-    told = batching.over_best_transformers(rows)
-    assert told["better_of_transformers"] == batching.PADDED_ALL
-    assert told["over_the_better"] == {batching.CONTINUOUS: 2.0, batching.CONTINUOUS_ALL: 3.0}
-    assert batching.over_best_transformers([row(batching.VLLM, None, 100, None)]) == {}
 
 
 def test_the_benchmark_is_registered_and_compares_with_every_way_of_transformers() -> None:

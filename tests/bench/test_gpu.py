@@ -101,7 +101,7 @@ def test_stages_share_the_time_and_each_is_saved_at_once(monkeypatch: pytest.Mon
     clock, seen = SimpleNamespace(now=0.0), []
     file = tmp_path / "out.json"
 
-    def fake(stage: Stage, rehearse: bool, seconds: float, lines: Path) -> dict[str, Any]:
+    def fake(stage: Stage, rehearse: bool, seconds: float, lines: Path, started: list[Any]) -> dict[str, Any]:
         saved = json.loads(file.read_text())["stages"] if file.exists() else []
         seen.append((stage.name, seconds, len(saved)))
         assert [path.name for path in tmp_path.iterdir()] == ["out.json"] * bool(saved)
@@ -173,31 +173,43 @@ def test_a_stage_that_hangs_is_ended_with_all_that_it_started(monkeypatch: pytes
 
 
 RUN = """
-import sys
+import signal, sys
 from pathlib import Path
 from minillm.bench import gpu
 from minillm.bench.on_gpu import stage_runner
 stage_runner.command = lambda stage, lines, deadline, rehearse: [sys.executable, "-c", sys.argv[2], str(lines)]
 gpu._check_machine = lambda rehearse: None
-gpu.run(["check"], save_to=Path(sys.argv[1]))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have switched it off
+gpu.run(["check", "engine", "decode"], rehearse=sys.argv[3] == "rehearse", save_to=Path(sys.argv[1]))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
-def test_sigterm_ends_the_stage_too_and_leaves_what_it_has_found(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path / "gpu.json"), HANGS])
+@pytest.mark.parametrize(
+    ("how", "number", "code"),
+    [
+        ("measure", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("rehearse", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("rehearse", signal.SIGINT, -signal.SIGINT),
+    ],
+)
+def test_a_signal_ends_the_stages_too_and_leaves_what_they_have_found(
+    tmp_path: Path, how: str, number: int, code: int
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path / "gpu.json"), HANGS, how])
     lines = tmp_path / "gpu.json.check.jsonl"
     try:
         for _ in range(600):
             if (child := Findings.read(lines).notes.get("child")) is not None:
                 break
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(30) == code
     finally:
         process.kill()
     assert has_ended(child)
     assert Findings.read(lines).notes == {"child": child}
+    assert not (tmp_path / "gpu.json.decode.jsonl").exists(), "no further stage is started"
 
 
 def faults(setup: StageSetup, report: Report) -> None:
@@ -430,7 +442,7 @@ def test_the_synthetic_judge_accepts_as_often_as_it_is_told() -> None:
 @needs_triton
 def test_likely_tiles_are_few_and_of_every_kind() -> None:
     from minillm.bench.on_gpu.stage_tiles import ROWS, is_likely
-    from minillm.ops.triton.tiles import candidates
+    from minillm.bench.on_gpu.tune_tiles import candidates
 
     for rows in ROWS.values():
         found = [tiles for tiles in candidates(rows) if is_likely(tiles)]

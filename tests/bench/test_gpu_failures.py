@@ -18,7 +18,15 @@ import torch
 import minillm
 from minillm.bench.device_clock import TimedFunction
 from minillm.bench.kernel_cases import TRITON, Maker
-from minillm.bench.on_gpu import random_models, stage_check, stage_decode, stage_engine, stage_kernels, stage_training
+from minillm.bench.on_gpu import (
+    random_models,
+    stage_bundled,
+    stage_check,
+    stage_decode,
+    stage_engine,
+    stage_kernels,
+    stage_training,
+)
 from minillm.bench.on_gpu.failures import DeviceFault, error_text
 from minillm.bench.on_gpu.findings import Findings, Report
 from minillm.bench.on_gpu.stage_setup import StageSetup
@@ -187,6 +195,30 @@ def test_the_check_finds_a_kernel_that_is_wrong_only_where_it_splits_the_keys(
     stage_check.check(SETUP, report)
     [wrong] = [m for m in report.so_far().metrics if m["name"] == "ops whose kernel is wrong or fails"]
     assert wrong["config"]["names"] == ["paged_attention"]
+
+
+# ---- the bundled model
+
+
+def test_transformers_is_compiled_in_both_dtypes_and_the_mode_is_noted(
+    monkeypatch: pytest.MonkeyPatch, report: Report
+) -> None:
+    """The page tells results with CUDA graphs from earlier ones by the note."""
+    names: list[str] = []
+
+    @contextmanager
+    def pair(setup: StageSetup) -> Iterator[tuple[str, str]]:
+        yield "target", "draft"
+
+    monkeypatch.setattr(stage_bundled, "models", pair)
+    monkeypatch.setattr(stage_bundled, "prompt_ids", lambda *sizes: [[5]])
+    monkeypatch.setattr(stage_bundled, "_minillm", lambda *arguments: None)
+    monkeypatch.setattr(stage_bundled, "_transformers", lambda setup, model, dtype, way: (dtype, way))
+    monkeypatch.setattr(stage_bundled, "_measure", lambda setup, report, name, *rest: names.append(name))
+    monkeypatch.setattr(StageSetup, "half", torch.bfloat16)
+    stage_bundled.bundled(StageSetup(False, SETUP.clock), report)
+    assert names[-2:] == ["transformers fp32 compiled", "transformers half compiled"]
+    assert report.so_far().notes == {"compile mode": "reduce-overhead"}
 
 
 # ---- the engine
@@ -531,7 +563,7 @@ def test_tiles_that_won_on_another_gpu_are_tried_even_if_they_are_unlikely_and_t
     ours = iter(times)
     monkeypatch.setattr(stage_tiles, "product", lambda setup, kind, rows: lambda chosen: "ran")
     monkeypatch.setattr(stage_tiles.tiles, "MEASURED", known)
-    monkeypatch.setattr(stage_tiles.tiles, "measure", measure)
+    monkeypatch.setattr(stage_tiles.tune_tiles, "measure", measure)
     monkeypatch.setattr(stage_tiles.tiles, "choose", lambda kind, *shape: default)
     monkeypatch.setattr(stage_tiles.testing, "do_bench", lambda run, return_mode: next(ours))
     monkeypatch.setattr(stage_tiles.machine, "gpu_name", lambda: "some GPU")
@@ -572,7 +604,7 @@ def test_a_product_whose_tiles_fail_costs_no_line_of_the_others(
 
     monkeypatch.setattr(stage_tiles, "product", lambda setup, kind, rows: partial(print, kind))
     monkeypatch.setattr(stage_tiles, "_kernels", lambda setup: {f"{kind}_linear" for kind in stage_tiles.KINDS})
-    monkeypatch.setattr(stage_tiles.tiles, "measure", measure)
+    monkeypatch.setattr(stage_tiles.tune_tiles, "measure", measure)
     monkeypatch.setattr(stage_tiles.tiles, "choose", lambda kind, *shape: Tiles(16, 32, 64))
     monkeypatch.setattr(stage_tiles.testing, "do_bench", do_bench)
     monkeypatch.setattr(stage_tiles.machine, "gpu_name", lambda: "some GPU")

@@ -138,6 +138,23 @@ def test_a_result_names_its_hardware_and_versions(clock: Clock, tmp_path: Path) 
     assert read["rows"][0]["system"] == "one"
 
 
+def test_each_row_of_a_result_has_a_line(tmp_path: Path) -> None:
+    """With a line for each value of a row, results of many rows would be large files."""
+    rows = [{"system": f"one\n{i}", "interval": (0.5, 1.5), "config": {"alpha": [0.1, 0.2]}} for i in range(3)]
+    outcome = {
+        "name": "x",
+        "config": {"rounds": 6, "left_out": {"y": 'a\n"b"'}},
+        "rows": rows,
+        "stages": [{"rows": []}],
+    }
+    for given in (outcome, {**outcome, "rows": []}, {}):
+        save(given, tmp_path / "out.json")
+        assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(given))
+    save(outcome, tmp_path / "out.json")
+    lines = [line.strip().removesuffix(",") for line in (tmp_path / "out.json").read_text().splitlines()]
+    assert all(json.dumps(row) in lines for row in rows) and '"rounds": 6' in lines
+
+
 def test_an_earlier_result_stays_whole_until_the_next_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

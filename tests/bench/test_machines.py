@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from llvmlite import binding
 
 from minillm.bench import parallel, processors, threads
 from minillm.bench.benchmarks import find, find_table
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, MinillmError
 from minillm.ops.cpu.processor import inspect_processor
 from tests.conftest import TinyPair
 
@@ -89,6 +93,49 @@ def test_where_no_share_can_be_made_the_others_are_measured(
     assert list(outcome["config"]["left_out"]) == [threads.LIMITED] and len(outcome["rows"]) == 8
 
 
+@pytest.mark.parametrize("run", [threads.run, processors.run])
+def test_new_tokens_without_room_are_refused_before_a_process_starts(
+    run: Callable[..., Any], tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a process was started"))
+    with pytest.raises(ConfigError, match="--new-tokens 256 leaves 0 of 256 tokens for a prompt"):
+        run(str(tiny.target), new_tokens=256)
+
+
+def test_a_worker_that_has_ended_is_named() -> None:
+    """It may end before it has read the prompt, or after."""
+    for code in ("pass", "input()"):
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            if code == "pass":
+                process.wait()
+            with pytest.raises(MinillmError, match="the process with 2 threads ended"):
+                threads.Worker(2, process).complete([5], 1)
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a process of Windows has the same parent for ever")
+def test_busy_processes_end_with_a_parent_that_a_signal_ended() -> None:
+    """SIGKILL, as SIGTERM without a handler, runs no `finally`."""
+    code = (
+        "import time\nfrom minillm.bench import threads\nimport psutil\n"
+        "with threads.busy_processes(1):\n"
+        "    print(psutil.Process().children()[0].pid, flush=True)\n    time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        busy = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(0.5)  # it has asked for its parent
+        parent.kill()
+    try:
+        with suppress(psutil.NoSuchProcess):
+            busy.wait(10)
+        assert not busy.is_running() or busy.status() == psutil.STATUS_ZOMBIE
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            busy.kill()
+
+
 def test_busy_processes_end_with_what_they_were_for(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[subprocess.Popen[bytes]] = []
     really = subprocess.Popen
@@ -122,13 +169,54 @@ def test_processors_that_ran_were_refused_or_only_compiled_all_have_their_line(
         return {"reason": "no FMA", "rows": []} if name == "x86-64" else {"reason": None, "rows": rows}
 
     monkeypatch.setattr(processors, "_measure_as", pretend)
+    monkeypatch.setattr(processors, "unsupported_reason", lambda name: None)
     outcome = processors.run(systems=["haswell fp32", "x86-64 int8"])
     assert asked == [("haswell", ["fp32"]), ("x86-64", ["int8"])]
     text = printed(outcome, capsys)
     assert "3.00×" in text and "refused: no FMA" in text and "24 sdot" in text
     assert "| haswell | minillm fp32 | 3.00× | 2.50 to 3.50 | yes |" in processors.markdown(outcome)
-    with pytest.raises(ConfigError, match="haswell fp16"):
-        processors.run(systems=["haswell fp16"])
+    with pytest.raises(ConfigError, match="haswell bf16"):
+        processors.run(systems=["haswell bf16"])
+
+
+def test_processors_whose_code_this_one_does_not_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ARM, LLVM would compile for a generic ARM processor, under the name of the other one."""
+    features: dict[str, bool] = {}
+    monkeypatch.setattr(binding, "get_process_triple", lambda: "x86_64-pc-windows-msvc")
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(processors, "count_loops", dict)
+    monkeypatch.setattr(processors, "_measure_as", lambda name, arguments: {"reason": f"ran {name}", "rows": []})
+    features |= dict.fromkeys(("avx2", "fma", "f16c"), True)
+    wanted = ["haswell fp32", "alderlake fp32", "skylake-avx512 fp32"]
+    found = processors.run(systems=wanted)["config"]["left_out"]
+    assert found["haswell"] == "ran haswell" and found["alderlake"] == "this processor has no avxvnni"
+    assert found["skylake-avx512"].startswith("this processor has no avx512f and no avx512bw")
+    monkeypatch.setattr(binding, "get_process_triple", lambda: "arm64-apple-darwin")
+    found = processors.run(systems=wanted)["config"]["left_out"]
+    assert list(found) == ["haswell", "alderlake", "skylake-avx512"] and not any("ran" in why for why in found.values())
+
+
+def test_a_failed_process_is_left_out_and_an_error_if_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"system": "minillm fp32", "baseline": None, "ratio": None, "ratio_min": None, "ratio_max": None}
+    row |= {"tokens_per_s": 1.0, "p50_ms": 1.0, "peak_memory_bytes": None, "outputs_equal": None, "config": {}}
+    answers = {"haswell": {"reason": None, "rows": [row]}}
+
+    really = subprocess.run
+
+    def run(command: list[str], env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+        if env is None:  # git
+            return really(command, **options)
+        answer = answers.get(env["NUMBA_CPU_NAME"])
+        return subprocess.CompletedProcess(command, 1 if answer is None else 0, json.dumps(answer))
+
+    monkeypatch.setattr(processors, "unsupported_reason", lambda name: None)
+    monkeypatch.setattr(processors, "count_loops", dict)
+    monkeypatch.setattr(processors.subprocess, "run", run)
+    outcome = processors.run(systems=["haswell fp32", "alderlake fp32"])
+    assert len(outcome["rows"]) == 1
+    assert outcome["config"]["left_out"]["alderlake"].startswith("the process ended with status 1")
+    with pytest.raises(MinillmError, match=r"^alderlake: the process ended with status 1"):
+        processors.run(systems=["alderlake fp32"])
 
 
 def test_pytorch_may_use_the_byte_products_that_the_compiled_step_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +224,7 @@ def test_pytorch_may_use_the_byte_products_that_the_compiled_step_uses(monkeypat
 
     def run(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
         seen.update(env)
-        return subprocess.CompletedProcess(command, 1)
+        return subprocess.CompletedProcess(command, 0, "{}")
 
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()

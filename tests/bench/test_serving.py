@@ -178,6 +178,26 @@ def test_an_interrupt_while_a_server_starts_ends_it(start: Callable[[], Any], mo
         started[0].kill()
 
 
+@pytest.mark.parametrize(
+    "start",
+    [lambda: VllmServerProcess("python", "folder", "name", 3), lambda: VllmPeer("python", 3)],
+    ids=["server", "offline"],
+)
+def test_vllm_sees_no_gpu(start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of vLLM for GPUs would run there, and the result would say that it ran on the CPU."""
+    seen: dict[str, str] = {}
+
+    def refused(command: list[str], *, env: dict[str, str], **options: Any) -> None:
+        seen.update(env)
+        raise OSError(2, "not there")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    with pytest.raises(ConfigError, match="cannot be run"):
+        start()
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["OMP_NUM_THREADS"]) == ("", "3")
+
+
 def test_what_cannot_be_measured_is_refused(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="5 prompts are fewer than the 32 clients"):
         serving.run(prompts=5)

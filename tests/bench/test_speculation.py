@@ -91,6 +91,14 @@ def test_short_runs_get_more_rounds(tiny: TinyPair, monkeypatch: pytest.MonkeyPa
     assert drafting and {row["config"]["rounds"] for row in drafting} == {4}
 
 
+def test_a_run_in_which_no_step_counts_is_refused(tiny: TinyPair) -> None:
+    """Blocks as long as the context keep no prompt in the prefix cache, so some requests still read their prompts when
+    others end."""
+    given = {"methods": ["ngram"], "slices": ["functions"], "weights": ["fp32"], "batches": [16], "block_size": 256}
+    with pytest.raises(ConfigError, match=r"no step in which 16 requests decode; raise --new-tokens, or lower"):
+        run(str(tiny.target), rounds=1, seconds=1, new_tokens=2, **given)
+
+
 def test_a_slice_that_fails_leaves_the_result_of_those_before_it(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -173,7 +181,7 @@ def test_counts_are_those_of_the_trace() -> None:
     """Two steps with drafts, one without; the prefill does not count."""
 
     def step(number: int, kind: str, tokens: int, drafts: int, accepted: int) -> list[object]:
-        committed = TokensCommitted("a", [1] * tokens, [""] * tokens, [], drafts, accepted, 0)
+        committed = TokensCommitted("a", [1] * tokens, [""] * tokens, ["sampled"] * tokens, drafts, accepted, 0)
         work = Work("a", kind, 0, drafts + 1)  # type: ignore[arg-type]
         return [StepRan(number, [work]), committed, StepFinished(number, 2.5 + 0.25 * drafts, 0.25 * drafts, 2.0, 0)]
 
@@ -276,7 +284,8 @@ def _num_steps(run_: SliceRun) -> Counter[str]:
 def test_a_tree_has_as_many_positions_as_its_branch(path: list[int], judged: list[int], accepted: list[int]) -> None:
     """Drafts 0 and 1 follow the root, 2 and 3 follow 0."""
     proposed = DraftProposed("a", [5, 6, 7, 8], [""] * 4, [-1, -1, 0, 0])
-    committed = TokensCommitted("a", [1] * (len(path) + 1), [], [], 4, len(path), 0, path)
+    count = len(path) + 1
+    committed = TokensCommitted("a", [1] * count, [""] * count, ["sampled"] * count, 4, len(path), 0, path)
     events = [proposed, StepRan(1, [Work("a", "verify", 0, 5)]), committed, StepFinished(1, 2.5, 0.5, 2.0, 0)]
     counts = Counts()
     counts.count(events)

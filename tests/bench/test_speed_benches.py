@@ -77,6 +77,23 @@ def test_a_peer_has_its_fastest_setting_at_each_length(tiny: TinyPair, monkeypat
     assert rooms == [17, 17, 201, 201, 201, 201], "tried with one length each; what is measured serves all lengths"
 
 
+def test_lengths_without_room_are_left_out_before_anything_is_measured(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has room for 256 tokens, one of which is new."""
+    outcome = prefill.run(str(tiny.target), systems=["minillm fp32"], rounds=1, lengths=(16, 255, 256, 1000))
+    assert (
+        [row["config"]["prompt_tokens"] for row in outcome["rows"]] == [16, 255] == outcome["config"]["prompt_tokens"]
+    )
+    left_out = outcome["config"]["left_out"]
+    assert left_out == dict.fromkeys(
+        ("prompts of 256 tokens", "prompts of 1000 tokens"), "the model has room for prompts of 255 tokens"
+    )
+    monkeypatch.setattr(prefill, "load", lambda name, workload: pytest.fail("a system was loaded"))
+    with pytest.raises(ConfigError, match="has room for prompts of 255 tokens; the shortest here has 512"):
+        prefill.run(str(tiny.target), systems=["minillm fp32"], lengths=(512, 1000))
+
+
 def test_a_joined_prompt_has_just_the_length(tiny: TinyPair) -> None:
     assert [len(prefill.joined_prompt(str(tiny.target), length)) for length in (1, 77, 900)] == [1, 77, 900]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ from minillm.bench import (
     own_engine,
     prefill,
     serving,
+    shapes,
     speculation,
     systems,
     transformers_peers,
+    verify,
 )
 from minillm.bench.benchmarks import BENCHMARKS, find
 from minillm.bench.completion import Completion, completion_metrics
@@ -46,7 +49,7 @@ from minillm.bench.systems import (
 from minillm.bench.transformers_peers import FirstTokens
 from minillm.commands import bench
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
-from minillm.models.loading import resolve
+from minillm.models.hub import resolve
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
@@ -68,13 +71,13 @@ def workload(tiny: TinyPair) -> Workload:
         ("minillm fp32", ("float32", None, False, False)),
         ("minillm eager fp32", ("float32", None, True, False)),
         ("minillm bf16", ("bfloat16", None, False, False)),
-        ("minillm int8", ("bfloat16", "int8", False, False)),
-        ("minillm w8a8 + draft", ("bfloat16", "w8a8", False, True)),
+        ("minillm int8", ("float32", "int8", False, False)),
+        ("minillm w8a8 + draft", ("float32", "w8a8", False, True)),
         ("minillm fp32 + draft", ("float32", None, False, True)),
     ],
 )
 def test_a_name_says_how_the_engine_is_built(name: str, expected: tuple[Any, ...]) -> None:
-    found = own_engine.options(name, "small", 3, "bf16")
+    found = own_engine.options(name, "small", 3)
     drafted = found.get("speculative_config")
     assert (found["dtype"], found["quantization"], found["enforce_eager"], drafted is not None) == expected
     assert found["enable_prefix_caching"] is False
@@ -83,7 +86,7 @@ def test_a_name_says_how_the_engine_is_built(name: str, expected: tuple[Any, ...
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_guesses_looked_up_need_no_model(method: str) -> None:
-    found = own_engine.options(f"minillm int8 + {method}", None, 3, "fp32")
+    found = own_engine.options(f"minillm int8 + {method}", None, 3)
     assert (found["quantization"], found["dtype"], found["enforce_eager"]) == ("int8", "float32", False)
     assert found["speculative_config"]["method"] == method and "model" not in found["speculative_config"]
 
@@ -94,7 +97,7 @@ def test_every_name_of_the_benchmark_has_its_baselines_and_a_dtype() -> None:
         for name, baselines in known.items():
             assert all(order.index(base) < order.index(name) for base in baselines)
             if name.startswith("minillm"):
-                assert own_engine.options(name, "small", 1, "fp32")["dtype"] in ("float32", "bfloat16")
+                assert own_engine.options(name, "small", 1)["dtype"] in ("float32", "bfloat16")
 
 
 def test_minillm_is_compared_with_both_peers_in_its_own_dtype() -> None:
@@ -165,6 +168,50 @@ def test_a_peer_that_ends_its_process_is_refused_before_it_ends_this_one(
     ):
         raise AssertionError("the benchmark began")
     assert exported == ["q8_0"]
+
+
+@pytest.mark.parametrize(
+    ("code", "crashed"), [(0, False), (1, False), (-11, True), (0xC0000005, True), (0xC000001D, True)]
+)
+def test_a_crash_is_noticed_on_windows_too(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch, code: int, crashed: bool
+) -> None:
+    """There an access violation and an illegal instruction have large exit codes."""
+    done = subprocess.CompletedProcess([], code)
+    monkeypatch.setattr(systems.subprocess, "run", lambda command, **options: done)
+    assert systems._crashes("llama.cpp Q8_0", workload) is crashed
+
+
+def test_llama_cpp_leaves_the_gpu_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its defaults use the GPU in a build for CUDA or Metal."""
+    given: dict[str, Any] = {}
+
+    def keep(name: str, answer: Any) -> Any:
+        return lambda first, params: given.update({name: params}) or answer
+
+    lib = SimpleNamespace(
+        llama_model_default_params=lambda: SimpleNamespace(n_gpu_layers=-1),
+        llama_context_default_params=lambda: SimpleNamespace(offload_kqv=True, op_offload=True),
+        llama_model_load_from_file=keep("model", "a model"),
+        llama_init_from_model=keep("context", "a context"),
+        llama_model_get_vocab=lambda model: None,
+        llama_vocab_n_tokens=lambda vocab: 300,
+        llama_get_memory=lambda context: None,
+        llama_free=lambda context: None,
+        llama_model_free=lambda model: None,
+    )
+    monkeypatch.setattr(llama_cpp, "installed", lambda: True)
+    monkeypatch.setattr(llama_cpp, "_library", lambda: lib)
+    llama_cpp.LlamaCpp(tmp_path / "any.gguf", 8, 1)
+    assert given["model"].n_gpu_layers == 0
+    assert (given["context"].offload_kqv, given["context"].op_offload) == (False, False)
+
+
+@pytest.mark.parametrize(("device", "mode"), [("cpu", "default"), ("cuda", "reduce-overhead")])
+def test_transformers_is_compiled_as_it_does_by_default_on_a_gpu(device: str, mode: str) -> None:
+    """There the mode records CUDA graphs. On a CPU `generate` compiles only if told so."""
+    config = transformers_peers._compile_config(device)
+    assert config.mode == mode and bool(config._compile_all_devices) is (device == "cpu")
 
 
 def test_prompts_are_long_enough_and_cut_off(tiny: TinyPair) -> None:
@@ -377,6 +424,19 @@ def test_a_shape_takes_no_draft() -> None:
         decode.run(draft="minicoder-draft", shape="0.4b")
 
 
+@pytest.mark.parametrize("module", [decode, prefill, verify, batching, speculation])
+def test_a_model_and_a_shape_are_not_both_taken(module: ModuleType) -> None:
+    """The shape would be run in place of the model, without a word."""
+    with pytest.raises(ConfigError, match=r"--model minicoder is not used with --shape 0\.4b: leave one of them out"):
+        module.run("minicoder", shape="0.4b")
+
+
+@pytest.mark.parametrize("drafts", [128, 9000])
+def test_verified_drafts_that_the_model_has_no_room_for_are_refused(tiny: TinyPair, drafts: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^--drafts {drafts} leaves .* for a prompt of 129; give at most 127$"):
+        verify.run(str(tiny.target), systems=["minillm fp32"], drafts=drafts)
+
+
 def test_other_benchmarks_leave_room_for_a_prompt_too(tiny: TinyPair) -> None:
     for run in (latency.run, ladder.run, speculation.run):
         with pytest.raises(ConfigError, match="leaves 0 of 256 tokens for a prompt"):
@@ -395,7 +455,7 @@ def test_a_draft_of_a_shape_is_measured_like_a_shape(monkeypatch: pytest.MonkeyP
         seen.append(count)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(decode, "shape_folder", lambda shape: resolve("minicoder"))
+    monkeypatch.setattr(shapes, "shape_folder", lambda shape: resolve("minicoder"))
     monkeypatch.setattr(decode, "prompt_ids", prompts)
     with pytest.raises(ConfigError, match="far enough"):
         decode.run(shape="0.4b-draft", systems=["minillm fp32"])

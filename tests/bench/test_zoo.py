@@ -32,7 +32,8 @@ from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import calibration_prompts
-from minillm.models.loading import load_config, load_model, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_config, load_model
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 

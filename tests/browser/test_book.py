@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from minillm.book.dark_theme import dark_css
-from minillm.viz import CachePagesView, LossTiles, MovedSuffix, SplitLayer, TimelineView
+from minillm.viz import AcceptanceStrip, CachePagesView, LossTiles, MovedSuffix, SplitLayer, TimelineView
 from tests.browser.accessibility import violations
 from tests.browser.text_contrast import low_contrasts
 from tests.trace.traces import story
@@ -34,6 +34,8 @@ DRAWN_NOW = (
     MovedSuffix(TOKENS, 3, 4, ["width", ",", " height"], [1.0, 0.1, 0.001]),
     LossTiles([[0.05, 0.9, 0.05], [0.125, 0.625, 0.25], [0.2, 0.2, 0.6]], 8, at=(1, 1)),
     TimelineView(story()),
+    AcceptanceStrip(story()),
+    AcceptanceStrip(story(), narrow=True),
 )
 """Pictures with tints, and with white numbers on colours."""
 
@@ -73,7 +75,8 @@ def test_every_picture_can_be_read(book: Path, page: Page) -> None:
 def test_pictures_as_they_are_drawn_now_can_be_read(browser: Browser, theme: str) -> None:
     page = browser.new_page(viewport={"width": 1100, "height": 900})
     on_ink = CachePagesView(story()).to_svg(3)  # white numbers of blocks that are new in this step
-    pictures = "".join([*(picture.to_svg() for picture in DRAWN_NOW), on_ink])
+    ended = CachePagesView(story()).to_svg(), CachePagesView(story(), narrow=True).to_svg()
+    pictures = "".join([*(picture.to_svg() for picture in DRAWN_NOW), on_ink, *ended])
     page.set_content(f'<html data-theme="{theme}"><style>{dark_css()}</style><body>{pictures}</body></html>')
     assert low_contrasts(page) == []
     colour = "selector => getComputedStyle(document.querySelector(selector)).fill"
@@ -81,6 +84,17 @@ def test_pictures_as_they_are_drawn_now_can_be_read(browser: Browser, theme: str
     assert page.evaluate(colour, f'svg[data-testid="timeline"] {white}') == "rgb(255, 255, 255)"
     paper = "rgb(255, 255, 255)" if theme == "light" else "rgb(27, 32, 41)"
     assert page.evaluate(colour, f'svg[data-testid="cache-pages"] {white}') == paper
+    page.close()
+
+
+@pytest.mark.parametrize("faded", ['<g opacity=".45">', '<g opacity=".6"><g opacity=".75">', '<g fill-opacity=".45">'])
+def test_faded_text_is_measured_as_it_is_seen(browser: Browser, faded: str) -> None:
+    page = browser.new_page()
+    text = '<text x="9" y="20" fill="#6b7280">done</text>'
+    for drawn, least in ((text, 4.5), (f"{faded}{text}{'</g>' * faded.count('<g')}", 2.0)):
+        paper = '<rect width="90" height="40" fill="#ffffff"/>'
+        page.set_content(f'<svg data-testid="x" width="90" height="40">{paper}{drawn}</svg>')
+        assert low_contrasts(page, least) == ([] if drawn == text else ['x: "done" has 1.83'])
     page.close()
 
 

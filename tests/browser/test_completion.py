@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import nbformat
@@ -171,14 +172,17 @@ def test_where_suggestions_are_off_nothing_is_asked(page: Page, completing_lab: 
 
 
 def test_trouble_is_told_once_and_the_panel_names_a_missing_server_extension(page: Page, completing_lab: Lab) -> None:
+    numbers = count()
+
     def fail(route: Route) -> None:
         missing = "panel" in route.request.url
-        route.fulfill(status=404 if missing else 503, json={} if missing else {"error": "no model is called 'minimus'"})
+        problem = f"request completion-{next(numbers)} failed"
+        route.fulfill(status=404 if missing else 503, json={} if missing else {"error": problem})
 
     page.route("**/minillm/complete**", fail)
     page.route("**/minillm/complete/**", fail)
     answers = open_and_type(page, completing_lab, FILE, "def add(")
-    told = page.get_by_text("Code completion: no model is called 'minimus'")
+    told = page.get_by_text("Code completion: request completion-")
     expect(told).to_have_count(1, timeout=MINUTES)
     photograph(page, "completion_4_trouble")
     assert len(answers) > 1 and not page.locator(".jp-GhostText").count()

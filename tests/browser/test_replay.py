@@ -10,10 +10,10 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from minillm.viz import CachePagesView, ReplayWidget
+from minillm.viz import AcceptanceStrip, CachePagesView, ReplayWidget
 from tests.browser.conftest import Lab
 from tests.browser.test_lesson_00 import CONNECTED
-from tests.trace.traces import Script, prefill, sharing
+from tests.trace.traces import Script, prefill, sharing, story
 
 MINUTE = 60_000
 NOTEBOOK = "replay.ipynb"
@@ -206,6 +206,34 @@ def test_autoplay_starts_in_view_and_is_off_for_readers_who_want_less_motion(
     else:
         page.wait_for_timeout(800)
         assert shown(page) == telling
+    page.close()
+
+
+EVALUATE = """([html, parent]) => {
+  const output = document.createElement("div");
+  output.innerHTML = html;
+  document.body.append(output);
+  for (const script of [...output.getElementsByTagName("script")]) {
+    const copy = document.createElement("script");
+    copy.text = script.innerText;
+    (parent === "head" ? document.head : output).appendChild(copy).parentNode.removeChild(copy);
+  }
+}"""
+"""How VS Code runs the scripts of an output (in the output), and the classic notebook (in the head of the page)."""
+
+
+@pytest.mark.parametrize("parent", ["output", "head"])
+def test_each_replay_plays_in_its_own_place_wherever_a_copy_of_its_script_runs(browser: Browser, parent: str) -> None:
+    page = browser.new_page()
+    page.set_content("<!doctype html><body></body>")
+    one = ReplayWidget(CachePagesView(sharing()))._repr_mimebundle_()["text/html"]
+    two = ReplayWidget(AcceptanceStrip(story()))._repr_mimebundle_()["text/html"]
+    for html in (one, two, one, two + one):  # one output may be shown several times
+        page.evaluate(EVALUATE, [html, parent])
+    pictures = page.locator(".minillm-replay-place > [data-testid=replay] > [data-testid=replay-frame] > div > svg")
+    drawn = [pictures.nth(i).get_attribute("data-testid") for i in range(pictures.count())]
+    assert drawn == ["cache-pages", "token-acceptance", "cache-pages", "token-acceptance", "cache-pages"]
+    assert page.locator("script").count() == 0 and page.get_by_test_id("replay").count() == 5
     page.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import Page
 
-LEAST = 2.2
+LEAST = 3.4
 """Of a sign or a letter. Running text is darker; the signs of a verdict have its colour, and a shape beside it."""
 
 SCRIPT = r"""
@@ -15,6 +15,13 @@ least => {
     const found = colour.match(/[\d.]+/g).map(Number);
     return colour.startsWith("color(") ? [255 * found[0], 255 * found[1], 255 * found[2], found[3] ?? 1] : found;
   };
+  // Of an element with all that it is inside of.
+  const opacity = (node, svg) => {
+    let product = 1;
+    for (; node !== svg; node = node.parentElement) product *= getComputedStyle(node).opacity;
+    return product;
+  };
+  const over = (behind, colour, alpha) => behind.map((old, i) => old * (1 - alpha) + colour[i] * alpha);
   const low = [];
   for (const svg of document.querySelectorAll("svg[data-testid]")) {
     if (!svg.getBoundingClientRect().width) continue;
@@ -31,12 +38,14 @@ least => {
         if (!shape.isPointInFill(point)) continue;
         const style = getComputedStyle(shape);
         if (style.fill === "none" || style.fill.includes("url")) continue;
-        const colour = numbers(style.fill), alpha = style.fillOpacity * style.opacity * (colour[3] ?? 1);
-        behind = behind.map((old, i) => old * (1 - alpha) + colour[i] * alpha);
+        const colour = numbers(style.fill), alpha = style.fillOpacity * opacity(shape, svg) * (colour[3] ?? 1);
+        behind = over(behind, colour, alpha);
       }
       const own = getComputedStyle(text);
       const edge = own.stroke !== "none" && own.paintOrder.startsWith("stroke");
-      const [a, b] = [numbers(own.fill), edge ? numbers(own.stroke) : behind].map(luminance);
+      const paper = edge ? numbers(own.stroke) : behind, ink = numbers(own.fill);
+      const shown = over(paper, ink, own.fillOpacity * opacity(text, svg) * (ink[3] ?? 1));
+      const [a, b] = [shown, paper].map(luminance);
       const contrast = Math.max(a, b) / Math.min(a, b);
       if (contrast < least) low.push(`${svg.dataset.testid}: "${text.textContent}" has ${contrast.toFixed(2)}`);
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -31,24 +30,9 @@ def test_some_layouts_store_whole_requests_and_some_store_blocks() -> None:
     assert {"contiguous", "kivi"} < WHOLE < {name for name, _ in LAYOUTS}
 
 
-def options_of(function: Any) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
 @pytest.mark.parametrize("name", LAYOUTS, ids=str)
 def test_a_layout_is_found_by_name(name: tuple[str, str]) -> None:
     assert find_layout(CacheConfig(*name)) is LAYOUTS[name]
-
-
-BUILT_TO_BE_SIZED = {"kivi"}
-"""Layouts whose `bytes_per_block` builds a cache with whatever options it is given."""
-
-
-@pytest.mark.parametrize("name", sorted(WHOLE - BUILT_TO_BE_SIZED))
-def test_a_layout_of_whole_requests_is_sized_with_the_options_it_is_built_with(name: str) -> None:
-    layout = LAYOUTS[name, "auto"]
-    assert options_of(layout.__init__) == options_of(layout.bytes_per_block)
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE))

@@ -62,6 +62,28 @@ def test_the_mass_of_each_token_is_its_softmax_weight() -> None:
     assert mass.sum().item() == pytest.approx(6 * 4)  # every query of every head gives 1
 
 
+def textbook_mass(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Query by query and head by head."""
+    mass, group = torch.zeros(len(keys)), queries.shape[1] // keys.shape[1]
+    for i, of_heads in enumerate(queries):
+        end = len(keys) - len(queries) + i + 1
+        first = max(0, end - window) if window else 0
+        for head, query in enumerate(of_heads):
+            scores = keys[first:end, head // group] @ query / keys.shape[2] ** 0.5
+            mass[first:end] += scores.softmax(0)
+    return mass
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_mass_is_that_of_a_textbook_in_a_layer_with_a_window_too(window: int | None) -> None:
+    torch.manual_seed(0)
+    queries, keys = torch.randn(3, 4, 8), torch.randn(20, 2, 8)
+    mass = observed_mass(queries, keys, window).sum(0)
+    assert torch.allclose(mass, textbook_mass(queries, keys, window), atol=1e-5)
+    assert mass.sum().item() == pytest.approx(12)
+    assert not torch.allclose(mass, textbook_mass(queries.flip(0), keys, window), atol=1e-3)
+
+
 def test_pooling_takes_the_largest_of_the_neighbours() -> None:
     mass = torch.tensor([[1.0, 5.0, 2.0, 0.0, 0.0, 3.0]])
     assert pooled(mass, 3).tolist() == [[5.0, 5.0, 5.0, 2.0, 3.0, 3.0]]

@@ -109,19 +109,6 @@ def test_failover_of_a_model_that_is_not_there_starts_no_node(
     assert "no model 'no-such-model'" in refusal(capsys, "failover", "--model", "no-such-model")
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_model_that_is_not_there_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-    assert "no model 'no-such-model'" in refusal(capsys, "serve", "no-such-model", "--port", str(free_port()))
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_replica_that_takes_no_requests_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-    words = ["serve", "minicoder", "--address", "auto", "--max-num-queued-reqs", "0"]
-    assert "max_num_queued_reqs=0 must be" in refusal(capsys, *words)
-
-
 @pytest.fixture
 def application(installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module that starts Serve, with a stand-in for Ray; SIGTERM is handled as before after the test."""
@@ -130,6 +117,33 @@ def application(installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
     handler = signal.getsignal(signal.SIGTERM)
     yield importlib.import_module("minillm.cluster.application")
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("application")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-num-queued-reqs", "0"], "max_num_queued_reqs=0 must be"),
+        (["--max-num-seqs", "0"], "max_num_seqs=0 must be"),
+        (["--cpus", "-1"], "cpus_per_replica=-1"),
+        (["--max-imbalance", "-1"], "max_imbalance=-1"),
+        (["--api-key", ""], "an API key is empty"),
+        (["--allowed-origins", '["example.org"]'], "allowed origin 'example.org': no page has it"),
+        ([], "no model 'no-such-model'"),
+    ],
+)
+def test_bad_options_are_refused_before_the_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert message in refusal(capsys, "serve", "no-such-model", "--port", str(free_port()), *words)
+
+
+@pytest.mark.usefixtures("application")
+def test_a_template_that_is_no_jinja_is_not_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for message in messages %}")
+    words = ["serve", "minicoder", "--port", str(free_port()), "--chat-template", str(file)]
+    assert "is not valid Jinja" in refusal(capsys, *words)
 
 
 def test_what_was_given_reaches_the_cluster(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minillm.cli import main
+from minillm.commands import lab, progress
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +27,16 @@ def test_it_counts_what_passes_and_names_the_next_exercise(tmp_path, capsys, mon
     assert any("03_roofline │ 6 of 6 │" in line for line in told)
     assert any("04_kv_quantisation │ ? │ cannot be read: not JSON" in line for line in told)
     assert not any("00_tour" in line for line in told)
+
+
+def test_the_lessons_are_those_that_lab_opens(tmp_path, monkeypatch):
+    copies = tmp_path / lab.COPIES
+    copies.mkdir()
+    shutil.copy(ROOT / "lessons" / "00_tour.ipynb", copies)
+    monkeypatch.chdir(tmp_path)
+    assert {file.parent for file in progress.notebooks(None)} == {lab.lessons_folder(None)} == {ROOT / "lessons"}
+    monkeypatch.setattr(progress, "clone_folder", lambda name: None)  # minillm is installed
+    assert [file.resolve() for file in progress.notebooks(None)] == [copies.resolve() / "00_tour.ipynb"]
 
 
 def test_an_empty_folder_is_an_error(tmp_path, capsys):

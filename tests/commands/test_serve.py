@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from minillm import cli
 from minillm.commands import serve
 from minillm.commands.parser import parser
 from minillm.config import EngineArgs
+from tests.conftest import TinyPair
 
 
 @pytest.fixture
@@ -48,7 +50,9 @@ def test_without_the_extra_it_says_what_to_install(
         (["--api-key", ""], "an API key is empty"),
         (["--served-model-name", ""], "must be one or more non-empty names"),
         (["--uvicorn-log-level", "loud"], "must be one of critical, error"),
-        (["--allowed-origins", "[5]"], "allowed origins [5] must be texts such as"),
+        (["--allowed-origins", "[5]"], "allowed origin 5: no page has it"),
+        (["--api-key", "secret\n"], "begins or ends with white space"),
+        (["--host", "é..x"], "é..x:8000 cannot be listened on"),
         (["--port", "70000"], "127.0.0.1:70000 cannot be listened on"),
         (["--port", "0", "--max-num-queued-reqs", "0"], "max_num_queued_reqs=0 must be"),
         (["--port", "0", "--max-num-seqs", "0"], "max_num_seqs=0 must be"),
@@ -74,6 +78,20 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(capsys: pytest.Capt
         taken.listen()
         port = taken.getsockname()[1]
         assert f"127.0.0.1:{port} cannot be listened on" in refusal(capsys, "--port", str(port))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_template_that_is_no_jinja_is_not_served(
+    tiny: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so before it loads the model."""
+    monkeypatch.setattr("minillm.async_llm.AsyncLLM", None)
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for message in messages %}")
+    words = [str(tiny.target), "--port", "0", "--device", "cpu", "--enforce-eager", "--chat-template", str(file)]
+    assert cli.main(["serve", *words]) == 2
+    printed = capsys.readouterr()
+    assert "is not valid Jinja" in printed.err and printed.out == ""
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])

@@ -207,11 +207,17 @@ def test_the_models_are_those_of_the_lessons() -> None:
     bundled = engine_args({})
     assert bundled.model == "minicoder" and bundled.quantization == "int8"
     assert bundled.speculative_config["model"] == "minicoder-draft"
+    assert bundled.speculative_config["quantization"] == "w8a8"
     own = engine_args({"MINILLM_MODEL": "/a/folder"})
     assert own.model == "/a/folder" and own.quantization is None
     assert own.speculative_config == {"method": "suffix"}
     pair = engine_args({"MINILLM_MODEL": "/a/folder", "MINILLM_DRAFT": "/b"})
     assert pair.speculative_config["model"] == "/b"
+    own_draft = engine_args({"MINILLM_DRAFT": "/b"})  # which may be quantised in another way
+    assert own_draft.quantization == "int8"
+    assert own_draft.speculative_config == {"method": "draft_model", "model": "/b", "num_speculative_tokens": 4}
+    bundled_draft = engine_args({"MINILLM_MODEL": "/a/folder", "MINILLM_DRAFT": "minicoder-draft"})
+    assert bundled_draft.quantization is None and bundled_draft.speculative_config["quantization"] == "w8a8"
 
 
 def test_a_server_that_never_completes_imports_no_engine() -> None:

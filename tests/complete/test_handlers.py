@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from tornado.netutil import bind_sockets
 from tornado.tcpclient import TCPClient
 
 from minillm.complete.completer import Completer
-from minillm.complete.handlers import LazyCompleter
 from minillm.errors import CheckpointError, ConfigError
 from tests.complete.test_completer import CODE, engine_of
 from tests.conftest import TinyPair
@@ -73,8 +73,7 @@ def served(
 ) -> None:
     """Run `job` against a server whose completer has the tiny pair. At the end the engine is empty."""
     completer = Completer(load or (lambda: engine_of(tiny)))
-    monkeypatch.setattr(LazyCompleter, "completer", completer)
-    monkeypatch.setattr(LazyCompleter, "is_there", property(lambda self: completer._loading is not None))
+    monkeypatch.setattr("minillm.complete.completer.Completer", lambda: completer)
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(folder / name.lower()))
     monkeypatch.setenv("JUPYTER_NO_CONFIG", "1")
@@ -204,7 +203,7 @@ def test_a_missing_model_is_named(tiny, tmp_path, monkeypatch, kind) -> None:
 
 def test_the_engine_ends_with_jupyter(tiny, tmp_path, monkeypatch) -> None:
     ends: list[Callable[[], None]] = []
-    monkeypatch.setattr("minillm.complete.extension.atexit.register", ends.append)
+    monkeypatch.setattr("minillm.complete.extension.atexit", SimpleNamespace(register=ends.append))
 
     async def job(jupyter: Jupyter) -> None:
         [end] = ends

@@ -34,6 +34,11 @@ def test_a_package_is_imported_once_and_elsewhere(package: str, tmp_path: Path) 
     assert int(process) != os.getpid() and package not in sys.modules
 
 
+def test_a_path_that_python_skips_is_left_out(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [Path("src"), *sys.path])
+    assert ask(package)[package].problem == ""
+
+
 def test_only_the_package_that_ends_the_process_is_broken(package: str, tmp_path: Path) -> None:
     (tmp_path / "fatal.py").write_text("import os; os.abort()")
     found = ask(package, "fatal", "json")

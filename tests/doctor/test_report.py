@@ -24,12 +24,22 @@ from minillm.ops import dispatch
 
 T4 = Gpu("Tesla T4", (7, 5), 15 * 2**30, 14 * 2**30)
 H100 = Gpu("NVIDIA H100", (9, 0), 80 * 2**30, 79 * 2**30)
+P100 = Gpu("Tesla P100", (6, 0), 16 * 2**30, 15 * 2**30)
+V100 = Gpu("Tesla V100", (7, 0), 16 * 2**30, 15 * 2**30)
+MI300X = Gpu("AMD Instinct MI300X", (9, 4), 192 * 2**30, 190 * 2**30)
+"""PyTorch for ROCm gives AMD's architecture as a compute capability."""
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch):
     """Pretend that PyTorch sees this GPU, or none."""
-    return lambda card: monkeypatch.setattr(checks, "gpu", lambda: card)
+
+    def pretend(card: Gpu | None) -> None:
+        monkeypatch.setattr(checks, "gpu", lambda: card)
+        if card is not None:
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card.capability)
+
+    return pretend
 
 
 @pytest.fixture
@@ -78,7 +88,7 @@ def test_without_gpu_everything_still_runs(on_gpu):
 
 
 def test_dtype_row_agrees_with_the_engine_on_a_cpu(on_gpu):
-    from minillm.engine.assembly import choose_dtype
+    from minillm.engine.placement import choose_dtype
     from minillm.models import bundled
     from minillm.models.loading import load_config
 
@@ -98,6 +108,16 @@ def test_t4_is_told_that_it_has_no_bfloat16_and_that_triton_may_refuse(on_gpu):
 def test_new_gpu_is_not_limited(on_gpu):
     on_gpu(H100)
     assert {checks.device().status, checks.dtype().status, checks.triton().status} == {"ok"}
+
+
+@pytest.mark.parametrize(("card", "hip"), [(P100, None), (V100, None), (MI300X, "6.4")])
+def test_a_gpu_without_kernels_is_told_so_in_every_row(on_gpu, monkeypatch, card, hip):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    on_gpu(card)
+    assert checks.machine().endswith(f" · {card.name}, {card.architecture} · PyTorch operations")
+    row = checks.triton()
+    assert row.status == "limited" and row.found.endswith(f"not for {card.name}") and "uses PyTorch" in row.meaning
+    assert checks.kernels().found.startswith("0 of")
 
 
 def test_a_gpu_without_free_memory_is_limited(on_gpu):
@@ -141,7 +161,6 @@ def test_triton_from_a_package_of_another_name_has_its_version(on_gpu, instead, 
 def test_kernels_are_those_that_the_dispatch_chooses(on_gpu, monkeypatch, card, has_triton, status, words):
     on_gpu(card)
     monkeypatch.setattr(dispatch, "has_triton", lambda: has_triton)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card.capability)
     row = checks.kernels()
     assert row.status == status
     assert all(word in f"{row.found} {row.meaning}" for word in words), row
@@ -314,6 +333,12 @@ def test_the_line_says_what_lessons_run_on_and_nothing_that_changes(on_gpu, monk
     on_gpu(card)
     monkeypatch.setattr(checks, "cpu", lambda: Cpu("a processor", 2, 2, simd))
     assert checks.machine() == f"minillm {minillm.__version__}{words}"
+
+
+def test_the_line_says_when_triton_is_broken(on_gpu, instead):
+    on_gpu(H100)
+    instead("triton", "raise OSError('libcuda.so: cannot open')")
+    assert checks.machine().endswith("· NVIDIA H100, sm_90 · PyTorch operations")
 
 
 def test_the_line_says_when_there_is_no_compiled_step(on_gpu, instead, monkeypatch):

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minillm import LLM, SamplingParams
+from minillm import LLM, SamplingParams, hardware
 from minillm.cache.paged import PagedKVCache
 from minillm.config import EngineArgs
-from minillm.engine import assembly
+from minillm.engine import assembly, placement, runner_plans
 from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedError
 from minillm.models import bundled
 from minillm.models.decoder import Decoder
@@ -176,13 +177,53 @@ def test_an_unembedding_is_rounded_where_weights_have_eight_bits(
     assert not isinstance(other.model.lm_head, QuantizedLinear)
 
 
-def test_a_gpu_that_falls_back_says_why_and_a_cpu_does_not(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "unsupported_reason", lambda self: "Triton cannot be imported")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "float16"}, "runs models in float32 or bfloat16 on a CPU, and this one is in float16"),
+        ({}, r"hidden size 48 and .* head size 16 of 32"),
+    ],
+)
+def test_a_cpu_says_why_the_step_is_not_compiled_for_a_model(
+    tiny: TinyPair, options: dict[str, Any], reason: str
+) -> None:
+    words = f"the CPU runs plain PyTorch, which is correct but slower: .*{reason}.*; choose another dtype or model, or"
+    with pytest.warns(UserWarning, match=words):
+        LLM(tiny.target, device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enforce_eager": True},
+        {"kv_cache_config": {"layout": "sinks", "window": 28}},
+        {"ops": {"paged_attention": partial(paged_attention)}, "dtype": "float16"},
+        {"dtype": "float32"},
+    ],
+    ids=["eager", "a layout", "an op of the user", "nothing is missing"],
+)
+def test_a_cpu_says_nothing_where_pytorch_was_chosen_or_is_not_needed(
+    tiny: TinyPair, folders: dict[str, Path], options: dict[str, Any]
+) -> None:
+    folder = folders["target float32"] if options == {"dtype": "float32"} else tiny.target
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        LLM(str(tiny.target), device="cpu")
-    with pytest.warns(UserWarning, match="plain PyTorch, which is correct but slower: Triton cannot be imported"):
-        assembly.warn_of_fallback("Triton cannot be imported")
+        LLM(folder, device="cpu", **options)
+
+
+def test_a_cpu_says_nothing_where_the_machine_lacks_something(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor says that."""
+    monkeypatch.setattr(ModelRunner, "unsupported_reason", lambda self: "numba cannot be imported")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LLM(tiny.target, device="cpu")
+
+
+def test_a_gpu_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(
+        UserWarning, match="the GPU runs plain PyTorch, which is correct but slower: Triton is missing; run"
+    ):
+        runner_plans.warn_of_fallback("GPU", "Triton is missing", "run `minillm doctor` for details")
 
 
 @pytest.mark.parametrize(
@@ -257,11 +298,21 @@ def test_the_blocks_are_counted_in_the_memory_of_the_gpu_that_will_hold_them(mon
         assembly._num_blocks(args, 2**20, 4096, torch.device("cuda:0"))
 
 
+@pytest.mark.parametrize("free, num_blocks", [(80 * 2**20, 10), (8 * 2**30, 4 * 256)])
+def test_on_a_cpu_the_cache_takes_an_eighth_of_the_memory_that_is_free_or_what_requests_can_fill(
+    monkeypatch: pytest.MonkeyPatch, free: int, num_blocks: int
+) -> None:
+    monkeypatch.setattr(assembly.hardware, "memory", lambda: hardware.Memory(2**40, free))
+    args = EngineArgs(model="", max_num_seqs=4, block_size=16)
+    bytes_per_block = 2**20 if num_blocks == 10 else 2**10
+    assert assembly._num_blocks(args, bytes_per_block, 4096, torch.device("cpu")) == num_blocks
+
+
 def test_the_gpu_of_the_model_decides_whether_there_is_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     two_gpus(monkeypatch)
     config = replace(load_config(bundled.path("minicoder")), dtype="bfloat16")
-    assert assembly.choose_dtype("auto", torch.device("cuda:1"), config) == torch.bfloat16
-    assert assembly.choose_dtype("auto", torch.device("cuda:0"), config) == torch.float16
+    assert placement.choose_dtype("auto", torch.device("cuda:1"), config) == torch.bfloat16
+    assert placement.choose_dtype("auto", torch.device("cuda:0"), config) == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -282,6 +333,6 @@ def test_the_gpu_of_the_model_decides_whether_there_is_bfloat16(monkeypatch: pyt
 def test_options_of_drafters_are_checked_before_any_model_is_loaded(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(placement, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(error, match=words):
         LLM(str(tiny.target), speculative_config=speculation)

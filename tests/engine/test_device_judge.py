@@ -193,7 +193,7 @@ def test_what_cannot_be_judged_is_refused_in_the_same_words(asked: Request, draf
     with pytest.raises(error) as expected:
         judge([asked], [draft], logits)
     with pytest.raises(error) as found:
-        DEVICE_JUDGE.judge([asked], [draft], logits, logits)[1]()
+        DEVICE_JUDGE.judge([asked], [draft], logits, logits)
     assert str(found.value) == str(expected.value)
 
 

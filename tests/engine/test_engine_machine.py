@@ -169,7 +169,7 @@ class EngineMachine(RuleBasedStateMachine):
         for arrival in arrivals:
             params = sampling(arrival, drafted=bool(self.num_speculative_tokens))
             prompt = (*stem[: arrival.cut], *arrival.tail)
-            request_id = f"r{next(self.llm._numbers)}"
+            request_id = f"r{next(self.llm.input_processor._numbers)}"
             before = list(self.llm.engine.requests.values())
             asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
             self.llm.add_request(request_id, asked, params, priority=arrival.priority)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.engine.commit import _find_stop
 from minillm.errors import ConfigError
+from minillm.request import Request
 from minillm.trace import StepRan, TokensCommitted, request_metrics
 from tests.conftest import TinyPair
 
@@ -47,15 +49,15 @@ def test_a_stop_token_inside_an_accepted_run_ends_it_there(llm: LLM, at: int) ->
 
 def test_end_of_text_ends_a_request_and_min_tokens_holds_it_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     full = greedy(llm, PROMPTS[1]).token_ids
-    config = llm.engine.runner.model.config
-    changed = type(config)(**{**vars(config), "eos_token_ids": (full[3],)})
-    monkeypatch.setattr(llm.engine.runner.model, "config", changed)
+    inputs = llm.llm_engine.input_processor
+    config = inputs.model_config
+    monkeypatch.setattr(inputs, "model_config", replace(config, eos_token_ids=(full[3],)))
     out = greedy(llm, PROMPTS[1], ignore_eos=False)
     assert out.token_ids == full[: full.index(full[3]) + 1]
     assert (out.finish_reason, out.stop_reason) == ("stop", full[3]), (
         "not the tokenizer's own: as in vLLM, a stop token"
     )
-    monkeypatch.setattr(llm.engine.runner.model, "config", config)
+    monkeypatch.setattr(inputs, "model_config", config)
     monkeypatch.setattr(llm.engine.tokenizer, "eos_id", full[3])  # the model's configuration need not name it
     ended = greedy(llm, PROMPTS[1], ignore_eos=False)
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (out.token_ids, "stop", None)
@@ -70,7 +72,7 @@ def test_min_tokens_ends_at_its_token_also_inside_an_accepted_run(tiny: TinyPair
     drafts = {"model": str(tiny.target), "num_speculative_tokens": 5}
     llm = LLM(str(tiny.target), speculative_config=drafts if drafted else None)
     whole = {prompt: greedy(llm, prompt).token_ids for prompt in PROMPTS}
-    ends = llm.llm_engine._eos_ids
+    ends = llm.llm_engine.input_processor.eos_ids
     borders = [
         (prompt, at)
         for prompt, tokens in whole.items()
@@ -100,6 +102,12 @@ def test_a_stop_string_across_tokens_is_cut_where_it_starts(llm: LLM, include: b
     first = text.index(stop)
     assert out.text == text[: first + (len(stop) if include else 0)]
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+
+
+def test_of_two_stop_strings_in_one_token_the_one_that_ends_first_ends_the_text() -> None:
+    request = Request("a", "", [1], 1, SamplingParams(stop=["xyz?", "yz"]), 9, seed=0)
+    request.text = "wxyz?"
+    assert _find_stop(request, seen=0) == ("yz", 2)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -160,10 +168,11 @@ def test_a_seed_gives_the_same_text_when_it_is_preempted(tiny: TinyPair) -> None
 
 
 def test_n_completions_differ_and_are_those_of_their_own_seeds(llm: LLM) -> None:
-    out = llm.generate(PROMPTS[0], SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True), use_tqdm=False)[0]
+    params = [SamplingParams(n=3, seed=seed, max_tokens=12, ignore_eos=True) for seed in (5, 6)]
+    out, next_seed = llm.generate([PROMPTS[0]] * 2, params, use_tqdm=False)
     assert [o.index for o in out.outputs] == [0, 1, 2]
-    texts = {tuple(o.token_ids) for o in out.outputs}
-    assert len(texts) == 3
+    texts = {tuple(o.token_ids) for o in [*out.outputs, *next_seed.outputs]}
+    assert len(texts) == 6
     alone = llm.generate(PROMPTS[0], SamplingParams(seed=5, max_tokens=12, ignore_eos=True), use_tqdm=False)[0]
     assert alone.outputs[0].token_ids == out.outputs[0].token_ids
     assert out.metrics.num_output_tokens == 36
@@ -206,7 +215,9 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
         assert row[token].rank == 1 and len(row) == 2
         assert row[token].logprob == pytest.approx(float(expected[start + i - 1, token]), abs=1e-4)
     for i in range(1, start):
-        assert out.prompt_logprobs[i][ids[i]].logprob == pytest.approx(float(expected[i - 1, ids[i]]), abs=1e-4)
+        entry, row = out.prompt_logprobs[i][ids[i]], expected[i - 1]
+        assert entry.logprob == pytest.approx(float(row[ids[i]]), abs=1e-4)
+        assert entry.rank == int((row > row[ids[i]]).sum()) + 1
     total = sum(row[t].logprob for row, t in zip(out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True))
     assert out.outputs[0].cumulative_logprob == pytest.approx(total)
 

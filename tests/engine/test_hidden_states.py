@@ -126,3 +126,12 @@ def test_a_later_step_leaves_a_hidden_state_as_it_is() -> None:
     before = hidden.clone()
     runner.run([Segment([9, 10, 11, 12], 0, [1])])
     assert torch.equal(hidden, before)
+
+
+def test_without_a_draft_policy_nothing_is_drafted_or_observed(tiny: TinyPair) -> None:
+    llm = watching(str(tiny.target), str(tiny.draft), enforce_eager=True)
+    llm.engine.scheduler.draft_policy = None
+    found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    plain = LLM(str(tiny.target), enforce_eager=True).generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in plain]
+    assert not llm.engine.drafter.seen

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from minillm import LLM, SamplingParams
+from minillm.batch import Segment
 from minillm.engine.judge import judge
 from minillm.errors import NonFiniteLogitsError
 from minillm.request import Request
@@ -102,8 +103,8 @@ def test_one_broken_logit_names_its_request_and_costs_nobody_else(tiny: TinyPair
     expected = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     run, calls = llm.engine.runner.run, []
 
-    def break_one(segments: Sequence[Any]) -> torch.Tensor:
-        calls.append(len(segments))
+    def break_one(segments: Sequence[Segment]) -> torch.Tensor:
+        calls.append(segments[-1].end)
         logits = run(segments).clone()
         if len(calls) == 3:
             logits[-1, 17] = bad
@@ -111,9 +112,10 @@ def test_one_broken_logit_names_its_request_and_costs_nobody_else(tiny: TinyPair
 
     llm.engine.runner.run = break_one
     requests = llm.submit(PROMPTS, GREEDY)
-    with pytest.raises(NonFiniteLogitsError, match=f"NaN or infinite logits for request {requests[-1].request_id} "):
+    with pytest.raises(NonFiniteLogitsError) as told:
         while llm.engine.has_requests:
             llm.engine.step()
+    assert f"logits for request {requests[-1].request_id} at token {calls[-1]};" in str(told.value)
     while llm.engine.has_requests:
         llm.engine.step()
     assert [request.output_token_ids for request in requests] == expected

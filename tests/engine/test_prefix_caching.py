@@ -211,10 +211,11 @@ def test_only_computed_and_judged_tokens_get_a_hash(tiny: TinyPair) -> None:
 def test_salts_keep_tenants_apart(tiny: TinyPair) -> None:
     llm = LLM(str(tiny.target), block_size=4)
     found = []
-    for salt in ("alice", "bob", "alice", "", "\udc80"):  # the last is how Python reads a byte that is no UTF-8
+    for salt in ("alice", "bob", "alice", "", "\udc80", None):  # "\udc80": how Python reads a byte that is no UTF-8
         [output] = llm.generate({"prompt": TEXT, "cache_salt": salt}, GREEDY, use_tqdm=False)
         found.append(output.num_cached_tokens)
     assert found[0] == found[1] == found[3] == found[4] == 0 and found[2] > 0
+    assert found[5] > 0, "None is as good as left out"
 
 
 def test_what_was_used_longest_ago_is_evicted_first(tiny: TinyPair) -> None:

@@ -11,9 +11,8 @@ from minillm import LLM, SamplingParams
 from minillm.models import bundled
 from minillm.models.held_out import held_out_prompts
 from minillm.trace import DraftProposed, RequestPreempted, StepRan
-from tests.speculative.reading import spire
 
-NUM_PROMPTS = 40
+NUM_PROMPTS = 24
 NEW_TOKENS = 24
 DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
 TREE = {"method": "draft_tree", "model": "minicoder-draft"}
@@ -29,7 +28,6 @@ METHODS = {
     "measured tree": MEASURED_TREE,
     "suffix, then drafted": SUFFIX_THEN_DRAFT,
     "heads": HEADS,
-    "spire": {"method": spire()},
 }
 ROUGH_DRAFT = {**DRAFT, "quantization": "w8a8"}
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)

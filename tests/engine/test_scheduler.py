@@ -8,6 +8,8 @@ from itertools import count
 import pytest
 
 from minillm import LLM, SamplingParams
+from minillm.engine.kv_cache_manager import KVCacheManager
+from minillm.engine.scheduler import Scheduler
 from minillm.errors import ConfigError
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
@@ -390,11 +392,52 @@ def test_the_draft_policy_is_told_of_the_rows_that_can_run(tiny: TinyPair) -> No
         llm.generate([{"prompt_token_ids": [7 + i] * 20} for i in range(8)], params, use_tqdm=False)
         assert told and all(rows == requests for requests, rows in told if requests == 2), few
         assert any(requests == 2 for requests, _ in told)
-    llm = LLM(str(tiny.target), block_size=4, max_num_seqs=2, speculative_config=ngram)
-    llm.engine.scheduler.draft_policy = Asked(2)
-    told.clear()
-    llm.submit([{"prompt_token_ids": [7] * 20}], params)
+    for options, length, n, num_rows in (
+        ({}, 20, 1, 1 + 20),
+        ({}, 20, 2, 1 + 20),  # the second completion waits for the prompt of the first
+        ({"max_num_batched_tokens": 32}, 60, 1, 32),
+        ({"long_prefill_token_threshold": 16}, 60, 1, 1 + 16),
+    ):
+        llm = LLM(str(tiny.target), block_size=4, max_num_seqs=3, speculative_config=ngram, **options)
+        llm.engine.scheduler.draft_policy = Asked(2)
+        told.clear()
+        arrive(llm, 12, 10)
+        llm.engine.step()
+        arrive(llm, length, 10, n=n)
+        llm.engine.step()
+        assert told == [(1, num_rows)], options
+
+
+def test_the_rows_of_drafts_that_get_no_blocks_are_there_for_a_prompt(tiny: TinyPair) -> None:
+    class NoDraftBlocks(KVCacheManager):
+        """Gives blocks to committed tokens only."""
+
+        def allocate_slots(self, request: Request, start: int, num_tokens: int) -> bool:
+            return start + num_tokens <= request.num_tokens and super().allocate_slots(request, start, num_tokens)
+
+    class OwnScheduler(Scheduler):
+        kv_cache_manager_cls = NoDraftBlocks
+
+    draft = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 6}
+    llm = LLM(
+        str(tiny.target), max_num_seqs=2, max_num_batched_tokens=8, speculative_config=draft, scheduler_cls=OwnScheduler
+    )
+    arrive(llm, 4, 10)
     llm.engine.step()
-    llm.submit([{"prompt_token_ids": [8] * 20}], params)
-    llm.engine.step()
-    assert told == [(1, 1 + 20)]
+    arrive(llm, 20, 10)
+    with llm.trace() as trace:
+        llm.engine.step()
+    assert [work.num_tokens for work in trace.of(StepRan)[0].work] == [1, 7]
+
+
+def test_a_last_token_that_is_computed_again_is_no_decoding() -> None:
+    """After a preemption the rest of a request may be one token; a new one is decoding again."""
+    request = Request("a", "", [5, 6, 7, 8, 9], 3, SamplingParams(), 9, seed=0)
+    request.num_computed_tokens = 4
+    assert request.is_decoding
+    request.drop_cache()
+    request.num_computed_tokens = 4
+    assert not request.is_decoding
+    request.token_ids.append(10)
+    request.num_computed_tokens = 5
+    assert request.is_decoding

@@ -170,7 +170,7 @@ def test_broken_logits_of_one_thread_do_not_end_another(tiny: TinyPair, monkeypa
         assert together([lambda: tokens(llm, PROMPTS[:2]), broken]) == [alone, None]
     assert not llm.engine.has_requests and llm.engine.pool.num_used == 0
     # If the owner of the broken request takes no step, the caller that does gets the error.
-    monkeypatch.setattr(llm_engine, "MOST_FAILED_STEPS", 3)
+    monkeypatch.setattr(llm_engine, "MAX_FAILED_STEPS", 3)
     [left] = llm.submit(PROMPTS[2:3], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     with pytest.raises(NonFiniteLogitsError, match=left.request_id):
         tokens(llm, PROMPTS[:2])

@@ -7,6 +7,7 @@ float32: there a token is the same to the last bit in any company, and thousands
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
@@ -64,12 +65,17 @@ def engine(num_speculative_tokens: int = 0, compiled: bool = False, **options: A
     for name, runner in runners:
         if compiled:
             assert runner.executor is not None
-            runner.draft = partial(ModelRunner.draft_step_by_step, runner)  # so that a shadow sees every forward
+            runner.draft = partial(draft_step_by_step, runner)  # so that a shadow sees every forward
             continue
         runner.model = models[name][1]
         size = runner.block_size
         runner.cache = PagedKVCache(runner.model.config, llm.engine.pool.num_blocks, size, torch.float64, runner.device)
     return llm
+
+
+def draft_step_by_step(runner: ModelRunner, segments: Sequence[Segment], count: int) -> list[list[int]]:
+    """`ModelRunner.draft` without a compiled loop."""
+    return runner.draft_step_by_step(segments, count, [1.0] * len(segments), 0.0)[0]
 
 
 @cache

@@ -18,7 +18,8 @@ from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export import gguf as exporter
 from minillm.export.gguf import TYPES, architecture_of, export_gguf, interleave
 from minillm.models.held_out import held_out_prompts
-from minillm.models.loading import load_config, load_model, resolve, save_llama, stored_tensors
+from minillm.models.hub import resolve
+from minillm.models.loading import load_config, load_model, save_llama, stored_tensors
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 from tests.models.hf_checkpoints import CASES, make

@@ -56,6 +56,13 @@ def test_a_name_that_is_no_text_is_refused(name: object) -> None:
         resolve(name)  # type: ignore[arg-type]
 
 
+def test_an_empty_name_is_not_the_current_folder(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(weights / "large")
+    assert resolve(".") == Path()
+    with pytest.raises(CheckpointError, match="the name of the model is empty; give a bundled name, a folder or"):
+        resolve("")
+
+
 def test_a_file_is_not_a_folder(weights: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file; give the folder"):
         resolve(str(weights / "small" / "config.json"))

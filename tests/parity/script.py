@@ -116,6 +116,45 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 """Name → prompts and the fields of SamplingParams. Every field here is left no choice."""
 
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{{ m.tool_calls[0].function.arguments.n if m.tool_calls }}"
+    "{{ '\\n' }}{% endfor %}{{ tools | length if tools }}{{ mood }}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
+)
+USER: dict[str, Any] = {"role": "user", "content": "def fib(n):"}
+HALF: dict[str, Any] = {"role": "assistant", "content": "    return fib"}
+CALLED: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "fib", "arguments": '{"n": 5}'}}
+
+CHATS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one": ([USER], {}),
+    "two": ([[USER], [USER, HALF, USER]], {}),
+    "none": ([], {}),
+    "no beginning of an answer": ([USER], {"add_generation_prompt": False}),
+    "the last message goes on": ([USER, HALF], {"add_generation_prompt": False, "continue_final_message": True}),
+    "parts": ([{**USER, "content": [{"type": "text", "text": "def"}, {"type": "text", "text": "fib"}]}], {}),
+    "a call": ([USER, {"role": "assistant", "content": None, "tool_calls": [CALLED]}], {}),
+    "no calls": ([USER, {**HALF, "tool_calls": []}], {}),
+    "variables and tools": (
+        [USER],
+        {"chat_template_kwargs": {"mood": "calm"}, "tools": [{"type": "function", "function": {"name": "fib"}}]},
+    ),
+}
+"""Name → conversations and the other arguments of `LLM.chat`; all are greedy and written by TEMPLATE."""
+
+BAD_CHATS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no template": ([USER], {"chat_template": None}),
+    "an empty conversation": ([[]], {}),
+    "no role": ([{"content": "a"}], {}),
+    "an image": ([{**USER, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}], {}),
+    "a template that is no Jinja": ([USER], {"chat_template": "{% if %}"}),
+    "a template that refuses": ([USER], {"chat_template": "{{ raise_exception('no') }}"}),
+    "goes on and begins an answer": ([USER, HALF], {"continue_final_message": True}),
+    "a call of another type": ([{**HALF, "tool_calls": [{**CALLED, "type": "custom"}]}], {}),
+    "more params than conversations": ([[USER]], {"sampling_params": [GREEDY, GREEDY]}),
+    "a variable that is an argument": ([USER], {"chat_template_kwargs": {"tokenize": True}}),
+}
+"""What `LLM.chat` may refuse."""
+
 SAMPLED: dict[str, tuple[Any, Any]] = {
     "sampled": ([FIB, MAIN], {"seed": 7, "max_tokens": 20, "ignore_eos": True}),
     "sampled in turn": (FIB, {"n": 3, "seed": 7, "max_tokens": 20, "ignore_eos": True, "logprobs": 2}),
@@ -190,7 +229,7 @@ BAD_REQUESTS: dict[str, tuple[Any, Any]] = {
 BAD_ENGINES: dict[str, dict[str, Any]] = {
     "an option that nobody has": {"no_such_option": 1},
     "dtype unknown": {"dtype": "float31"},
-    "max_model_len over the model's": {"max_model_len": 4096},
+    "max_model_len over the model's": {"max_model_len": 8192},
     "max_model_len 0": {"max_model_len": 0},
     "gpu_memory_utilization over 1": {"gpu_memory_utilization": 1.5},
     "max_num_seqs 0": {"max_num_seqs": 0},
@@ -218,6 +257,12 @@ class Script:
         """What `LLM.generate` returns."""
         return self.llm.generate(prompts, self.params(options), use_tqdm=False)
 
+    def chat(self, messages: Any, options: dict[str, Any]) -> list[Any]:
+        """What `LLM.chat` returns."""
+        options = {"chat_template": TEMPLATE, **options}
+        params = self.params(options.pop("sampling_params", GREEDY))
+        return self.llm.chat(messages, params, False, **options)
+
     def answers(self) -> dict[str, Any]:
         """Everything. The caches fill in this order, so the number of cached tokens follows from it."""
         first = self.generate([FIB, MAIN], {"temperature": 0, "max_tokens": 1, "logprobs": 1})
@@ -228,6 +273,7 @@ class Script:
             "tokenizer": self.tokenizer(),
             "cached": self.cached(),
             "cases": {name: [told(output) for output in self.generate(*case)] for name, case in CASES.items()},
+            "chats": {name: [told(output) for output in self.chat(*case)] for name, case in CHATS.items()},
             "cut characters": self.cut_characters(),
             "sampled": {name: [shape(output) for output in self.generate(*case)] for name, case in SAMPLED.items()},
             "seeds": self.seeds(),
@@ -253,6 +299,7 @@ class Script:
             "LLM": defaults(engine.LLM),
             "EngineArgs": defaults(engine.EngineArgs),
             "generate": defaults(self.llm.generate),
+            "chat": defaults(self.llm.chat),
         }
 
     def objects(self, outputs: list[Any]) -> dict[str, Any]:
@@ -318,7 +365,8 @@ class Script:
         params = {name: verdict(lambda bad=bad: self.params(bad)) for name, bad in BAD_PARAMS.items()}
         requests = {name: verdict(lambda bad=bad: self.generate(*bad)) for name, bad in BAD_REQUESTS.items()}
         assigned = verdict(lambda: setattr(self.params(GREEDY), "max_tokens", 3))
-        return {"SamplingParams": params, "generate": requests, "assigning to a field": assigned}
+        chats = {name: verdict(lambda bad=bad: self.chat(*bad)) for name, bad in BAD_CHATS.items()}
+        return {"SamplingParams": params, "generate": requests, "chat": chats, "assigning to a field": assigned}
 
     def refused_engines(self) -> dict[str, Any]:
         """Which options of `LLM` are refused."""

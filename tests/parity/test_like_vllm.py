@@ -7,15 +7,17 @@ bundled model in float32, so tokens, texts and reasons are compared exactly, log
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from minillm import LLM, SamplingParams
+from minillm import LLM, EngineArgs, SamplingParams
 from minillm.bench.vllm_peer import INTERPRETER
-from minillm.errors import UnknownOptionError
+from minillm.errors import ConfigError, UnknownOptionError
 from tests.parity import record, script
 
 TOLERANCE = 1e-4
@@ -83,6 +85,7 @@ KNOWN = [
     Known("refused/generate/prompt with a key that nobody has/refused", "vLLM overlooks a misspelt key", says(True)),
     Known("refused/generate/*logprobs *", "vLLM's max_logprobs=20 protects a server; nobody serves here", says(False)),
     Known("refused/generate/*a list of ids/refused", "one way to give ids: {'prompt_token_ids': [...]}", says(True)),
+    Known("refused/chat/a variable that is an argument/refused", "vLLM overlooks it", says(True)),
     Known("*/prompt", "a prompt of ids is decoded, to be read; vLLM leaves None", they_say(None)),
     Known("cases/no text*/decoded_token/*", "it is no text of the output; vLLM leaves None there too", they_say(None)),
     Known("*/decoded_token/*", "half a character shows its bytes; vLLM joins it to the ones before", shows_a_byte),
@@ -98,6 +101,14 @@ OWN_OPTIONS = {"device", "kv_cache_config", "num_kv_blocks", "ops", "block_pool_
 """Options of `LLM` that vLLM does not have."""
 OWN_METHODS = {"engine", "fim_prompt", "max_model_len", "model", "stream", "submit", "trace"}
 """Of `LLM`."""
+ABSENT_METHODS = {
+    *("apply_model", "beam_search", "classify", "collective_rpc", "embed", "encode", "engine_class", "enqueue"),
+    *("enqueue_chat", "finish_weight_update", "from_engine_args", "get_metrics", "get_weight_version"),
+    *("get_world_size", "init_weight_transfer_engine", "release_kv_cache_memory", "reset_mm_cache", "score"),
+    *("shutdown_weight_transfer_engine", "sleep", "start_draft_weight_update", "start_profile", "start_weight_update"),
+    *("stop_profile", "update_weight_version", "update_weights", "wait_for_completion", "wake_up"),
+}
+"""Of vLLM's `LLM`. README.md names those that users ask for."""
 REFUSED_FIELDS = {
     *("allowed_token_ids", "bad_words", "extra_args", "flat_logprobs", "logit_bias", "logprob_token_ids"),
     *("output_text_buffer_length", "prompt_logprob_start", "prompt_logprob_token_ids"),
@@ -118,6 +129,7 @@ ABSENT = {
 }
 """Fields of vLLM's outputs for what minillm does not do."""
 
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 THEIRS = record.load()
 ABOUT = THEIRS.pop("about")
 """Which vLLM that was, in which type it computed with which weights, and how to ask it again."""
@@ -181,9 +193,9 @@ def test_every_difference_that_is_listed_is_one(ours: dict[str, Any]) -> None:
 
 
 def test_neither_side_has_cases_of_its_own(ours: dict[str, Any]) -> None:
-    for section in ("cases", "cut characters", "sampled", "seeds", "cached", "tokenizer"):
+    for section in ("cases", "chats", "cut characters", "sampled", "seeds", "cached", "tokenizer"):
         assert ours[section].keys() == THEIRS[section].keys()
-    for section in ("SamplingParams", "generate", "LLM"):
+    for section in ("SamplingParams", "generate", "chat", "LLM"):
         assert ours["refused"][section].keys() == THEIRS["refused"][section].keys()
 
 
@@ -238,12 +250,41 @@ def test_outputs_have_vllms_fields_but_those_of_what_minillm_does_not_do(ours: d
     assert set(ours["objects"]["LLM"]) - set(THEIRS["objects"]["LLM"]) == OWN_METHODS
 
 
-def test_generate_takes_nothing_that_vllm_does_not(ours: dict[str, Any]) -> None:
-    assert set(ours["signatures"]["generate"]) <= set(THEIRS["signatures"]["generate"])
+def test_the_methods_that_minillm_lacks_are_listed_and_the_readme_names_only_such() -> None:
+    theirs = {name for name, kind in THEIRS["objects"]["LLM"].items() if kind == "method"}
+    assert {name for name in theirs if not hasattr(LLM, name)} == ABSENT_METHODS
+    [(own, absent)] = re.findall(r"Not in vLLM: (.*)\. Not in minillm: (.*)\. A vLLM", README.replace("\n", " "))
+    assert set(re.findall(r"`(\w+)`", own)) - {"speculative_config"} == OWN_METHODS - {
+        "engine",
+        "max_model_len",
+        "model",
+    }
+    named = re.findall(r"`(\w+)`", absent.partition("methods of `LLM`")[2])
+    assert len(named) > 5 and set(named) <= ABSENT_METHODS
+
+
+@pytest.mark.parametrize("method", ["generate", "chat"])
+def test_a_method_takes_nothing_that_vllms_does_not(ours: dict[str, Any], method: str) -> None:
+    assert set(ours["signatures"][method]) <= set(THEIRS["signatures"][method])
+
+
+def test_vllms_defaults_of_the_options_of_an_engine_are_taken() -> None:
+    defaults = THEIRS["signatures"]["EngineArgs"]
+    shared = defaults.keys() & set(script.defaults(EngineArgs)) - {"model"}
+    assert len(shared) > 15
+    refused = {}
+    for name in shared:
+        try:
+            EngineArgs("m", **{name: defaults[name]})
+        except ConfigError:
+            refused[name] = defaults[name]
+    assert refused == {}
 
 
 def test_whatever_minillm_refuses_is_a_value_error(ours: dict[str, Any]) -> None:
-    refused = {k: v for section in ("SamplingParams", "generate", "LLM") for k, v in ours["refused"][section].items()}
+    refused = {
+        k: v for section in ("SamplingParams", "generate", "chat", "LLM") for k, v in ours["refused"][section].items()
+    }
     assert len(refused) > 50
     assert [name for name, told in refused.items() if told["refused"] and not told["ValueError"]] == []
 

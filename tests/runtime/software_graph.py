@@ -50,7 +50,7 @@ class CaptureError(RuntimeError):
 
 
 class SoftwareGraphs:
-    """A `gpu_executor.Capture`; each executor has its own, as with `CudaCapture`."""
+    """A `cuda_graphs.Capture`; each executor has its own, as with `CudaCapture`."""
 
     def __init__(self) -> None:
         self.num_captures = 0

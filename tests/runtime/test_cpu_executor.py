@@ -31,6 +31,7 @@ from minillm.ops.cpu import launch, panels
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, pack_nibbles
 from minillm.ops.cpu.processor import processor
 from minillm.ops.cpu.simd import BFLOAT, HALF, WORDS
+from minillm.ops.cpu.step import areas
 from minillm.quantization.awq import AWQ
 from minillm.quantization.base import LayerStatistics, QuantizedLinear, Scheme
 from minillm.quantization.int4 import Int4
@@ -227,6 +228,15 @@ def test_weights_of_four_bits_stay_packed_and_are_in_memory_once(monkeypatch: py
     assert not executor.launcher.choice.recent  # the time of the step that compiled is not recorded
 
 
+def test_a_second_thread_gets_scratch_memory_of_its_own() -> None:
+    cache = PagedKVCache(PLAIN, BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    executor = CpuExecutor(random_model(PLAIN), cache, BLOCK_SIZE)
+    executor._make_room(tokens=2, threads=1)
+    executor._make_room(tokens=2, threads=2)
+    shared = areas.py_func(executor.dims, 2)[-1]
+    assert executor.scratch.size >= shared + 2 * executor.thread_size
+
+
 def test_minicoder_in_four_bits_writes_the_tokens_of_plain_pytorch() -> None:
     """The tokens may differ only where the two largest logits are so close that rounding activations to two bytes can
     swap them: a logit changes by up to 0.0014."""
@@ -315,12 +325,12 @@ def test_every_call_has_arguments_of_the_same_types(monkeypatch: pytest.MonkeyPa
     """Several threads call the machine code that was compiled for the types of the first call."""
     runner, seen = runner_of(random_model(PLAIN)), set()
     launcher = runner.executor.launcher
-    timed = launcher.timed
-    monkeypatch.setattr(launcher, "timed", lambda *given: seen.add(tuple(map(typeof, given[1:]))) or timed(*given))
+    call = launcher.call
+    monkeypatch.setattr(launcher, "call", lambda *given: seen.add(tuple(map(typeof, given[1:]))) or call(*given))
     outputs(runner)
     runner.run_observed([Segment(PROMPT, 0, TABLE, 2)], [3, 4])
     runner.draft([Segment(PROMPT, 0, TABLE)], 4)
-    runner.draft_likely([Segment(PROMPT, 0, TABLE)], 4, [1.0], 0.5)
+    runner.draft_while_confident([Segment(PROMPT, 0, TABLE)], 4, [1.0], 0.5)
     runner.run([Segment([50, 51, 52, 53], 22, TABLE, 4, [-1, -1, 0])])
     assert len(seen) == 1
 
@@ -340,16 +350,16 @@ def test_chains_end_where_their_survival_falls_below_the_limit(
     segments = [Segment(PROMPT, 0, TABLE), Segment(OTHER, 0, OTHERS_TABLE)]
     lengths = set()
     for so_far in ([1.0, 1.0], [0.5, 1.0]):
-        [whole, products] = plain.draft_likely(segments, 6, so_far, 1e-9)
-        assert whole == plain.draft(segments, 6) == runner.draft_likely(segments, 6, so_far, 1e-9)[0]
+        [whole, products] = plain.draft_while_confident(segments, 6, so_far, 1e-9)
+        assert whole == plain.draft(segments, 6) == runner.draft_while_confident(segments, 6, so_far, 1e-9)[0]
         # Between the products of all lengths, so that rounding does not decide.
-        steps = [plain.draft_likely(segments, count, so_far, 1e-9)[1] for count in range(1, 7)]
+        steps = [plain.draft_while_confident(segments, count, so_far, 1e-9)[1] for count in range(1, 7)]
         assert steps[-1] == products
         bounds = sorted(product for pair in steps for product in pair)
         for limit in [(a * b) ** 0.5 for a, b in itertools.pairwise(bounds) if b / a > 1.01]:
             right = [tokens[: sum(pair[i] >= limit for pair in steps)] for i, tokens in enumerate(whole)]
-            found, survival = runner.draft_likely(segments, 6, so_far, limit)
-            assert found == right and plain.draft_likely(segments, 6, so_far, limit)[0] == right
+            found, survival = runner.draft_while_confident(segments, 6, so_far, limit)
+            assert found == right and plain.draft_while_confident(segments, 6, so_far, limit)[0] == right
             first_out = [min(len(tokens), 5) for tokens in right]  # the token that was left out, or the last one
             assert survival == pytest.approx([steps[n][i] for i, n in enumerate(first_out)], rel=1e-4)
             lengths |= {len(tokens) for tokens in right}
@@ -364,7 +374,7 @@ def test_drafting_ends_where_logits_are_broken(fast: bool, broken: float) -> Non
     with pytest.raises(NonFiniteLogitsError, match="the draft model gave NaN or infinite logits"):
         runner_of(model, fast=fast).draft([Segment(PROMPT, 0, TABLE)], 3)
     with pytest.raises(NonFiniteLogitsError, match="the draft model gave NaN or infinite logits"):
-        runner_of(model, fast=fast).draft_likely([Segment(PROMPT, 0, TABLE)], 3, [1.0], 1e-9)
+        runner_of(model, fast=fast).draft_while_confident([Segment(PROMPT, 0, TABLE)], 3, [1.0], 1e-9)
 
 
 def test_a_step_has_no_more_threads_than_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +382,7 @@ def test_a_step_has_no_more_threads_than_usable_processors(monkeypatch: pytest.M
     monkeypatch.setattr(launch, "NUMBA_NUM_THREADS", 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(launch, "usable_processors", lambda: 1)
-    monkeypatch.setattr(launch.Launcher, "timed", lambda self, threads, *arguments: used.append(threads) or 1.0)
+    monkeypatch.setattr(launch.Launcher, "call", lambda self, threads, *arguments: used.append(threads) or 1.0)
     outputs(runner_of(random_model(PLAIN)))
     assert set(used) == {1}
 
@@ -387,7 +397,7 @@ def test_steps_that_took_longer_on_two_threads_continue_with_one(monkeypatch: py
     monkeypatch.setattr(launch, "NUMBA_NUM_THREADS", 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(launch, "usable_processors", lambda: 2)
-    monkeypatch.setattr(launch.Launcher, "timed", crowded)
+    monkeypatch.setattr(launch.Launcher, "call", crowded)
     runner = runner_of(random_model(PLAIN))
     for _ in range(20):
         runner.run([Segment([1], 0, [0])])

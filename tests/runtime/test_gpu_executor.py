@@ -22,7 +22,8 @@ from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.errors import NonFiniteLogitsError
 from minillm.runtime import gpu_executor
-from minillm.runtime.gpu_executor import CaptureError, GpuExecutor, padded_size, unsupported_reason
+from minillm.runtime.cuda_graphs import CaptureError
+from minillm.runtime.gpu_executor import GpuExecutor, padded_size, unsupported_reason
 from minillm.runtime.step_inputs import Shape, StepInputs
 from tests.conftest import TinyPair
 from tests.no_waiting import NoWaiting, Waits

@@ -22,8 +22,9 @@ from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.models.quantize import quantize_model
 from minillm.ops.triton import machine, tiling
 from minillm.quantization.int8 import Int8
-from minillm.runtime import gpu_executor
-from minillm.runtime.gpu_executor import CudaCapture, GpuExecutor
+from minillm.runtime import cuda_graphs, gpu_executor
+from minillm.runtime.cuda_graphs import CudaCapture
+from minillm.runtime.gpu_executor import GpuExecutor
 from minillm.runtime.step_inputs import Shape, StepInputs
 from tests.runtime.gpu_cases import (
     BLOCK_SIZE,
@@ -241,7 +242,7 @@ def test_cuda_warms_up_and_captures_on_one_side_stream_with_one_pool(monkeypatch
     def fails() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(gpu_executor.CaptureError, match="operation not permitted"):
+    with pytest.raises(cuda_graphs.CaptureError, match="operation not permitted"):
         capture(fails)
     assert calls[-1] == ("back to", "current")
 
@@ -257,13 +258,13 @@ def test_cuda_warms_up_and_captures_on_one_side_stream_with_one_pool(monkeypatch
 
         def function() -> None:
             runs.append(1)
-            if len(runs) > gpu_executor.WARM_UPS:
+            if len(runs) > cuda_graphs.WARM_UPS:
                 raise problem
 
         return function
 
     monkeypatch.setattr(torch.cuda, "graph", ends_with_an_error)
-    with pytest.raises(gpu_executor.CaptureError, match="item waits for the device"):
+    with pytest.raises(cuda_graphs.CaptureError, match="item waits for the device"):
         capture(fails_when_captured(RuntimeError("item waits for the device")))
     assert calls[-1] == ("back to", "current")
     with pytest.raises(KeyboardInterrupt):

@@ -95,7 +95,7 @@ def test_drafting_in_one_call_is_drafting_step_by_step(layout: type[KVCache]) ->
     step = [view([50], num_logits=1), Segment([9, 4, 1], 0, [5, 6, 12])]
     right = runner(layout).draft(step, 4)
     compiled = runner(layout, fast=True)
-    assert compiled.draft(step, 4) == compiled.draft_step_by_step(step, 4) == right
+    assert compiled.draft(step, 4) == compiled.draft_step_by_step(step, 4, [1.0, 1.0], 0.0)[0] == right
     assert runner(layout).draft([replace(step[0], num_skipped=0), step[1]], 4) != right
 
 

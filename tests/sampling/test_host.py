@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import pickle
 from collections import Counter
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
@@ -115,8 +117,23 @@ def test_unknown_option_is_a_typed_error_that_suggests():
 
 
 def test_params_cannot_turn_bad_later():
-    with pytest.raises(FrozenInstanceError):
-        SamplingParams().temperature = -1.0
+    params = SamplingParams()
+    with pytest.raises(ConfigError, match=r"cannot be changed; .*replace\(params, temperature=0\.5\)"):
+        params.temperature = 0.5
+    with pytest.raises(ConfigError, match=r"no option 'temprature': it has .*temperature"):
+        params.temprature = 0.5
+    assert params.clone() == params == pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == SamplingParams()
+
+
+def test_a_subclass_of_params_may_have_attributes_of_its_own():
+    class Tagged(SamplingParams):
+        pass
+
+    params = Tagged(temperature=0.5)
+    params.tag = "a"
+    assert params.tag == "a"
+    with pytest.raises(ConfigError, match="cannot be changed"):
+        params.temperature = 1.0
 
 
 def test_stop_may_be_a_string_or_a_list():

@@ -23,9 +23,9 @@ import uvicorn
 from tokenizers.processors import TemplateProcessing
 
 from minillm.async_llm import AsyncLLM
+from minillm.chat_template import ChatTemplate
 from minillm.config import EngineArgs
 from minillm.serve.app import build_app
-from minillm.serve.chat_template import ChatTemplate
 from minillm.serve.server import listen, make_server, url_of
 from minillm.serve.settings import ServerSettings
 

@@ -15,9 +15,10 @@ from tests.serve.running_server import NAME, RunningServer, add_beginning, runni
 import openai
 
 from minillm import LLM, SamplingParams
+from minillm.chat_template import ChatTemplate, message_for_template
 from minillm.engine.engine import Engine
-from minillm.serve.http_errors import ApiError
-from minillm.serve.requests import ChatMessage
+from minillm.errors import ConfigError
+from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
 TEMPLATE = (
@@ -161,23 +162,18 @@ def test_the_counts_in_a_chunk_are_those_of_its_choice(server: RunningServer, ex
     assert {chunk.usage.total_tokens - chunk.usage.completion_tokens for chunk in chunks} == {num_prompt_tokens}
 
 
-@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 5}])
-def test_a_part_of_text_without_text_is_refused(part: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match=r"a part of type 'text' needs a string as its text, not (NoneType|int)"):
-        ChatMessage(role="user", content=[part]).for_template()
-
-
 def test_parts_of_text_are_joined_and_an_image_is_refused(server: RunningServer, expected: Any) -> None:
     """By a line end, as in vLLM."""
     parts = [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}]
     messages: Any = [MESSAGES[0], {"role": "user", "content": parts}]
-    assert ChatMessage(**messages[1]).for_template() == {"role": "user", "content": "def add\n(a, b):"}
+    assert message_for_template(messages[1]) == {"role": "user", "content": "def add\n(a, b):"}
     parts[:] = [{"type": "text", "text": "def add(a, b):"}]
     answer = server.client().chat.completions.create(messages=messages, **GREEDY)
     assert answer.choices[0].message.content == expected.outputs[0].text
     messages[1]["content"] = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    with pytest.raises(openai.BadRequestError, match="a part of type 'image_url'; this model reads text"):
+    with pytest.raises(openai.BadRequestError, match="a part of type 'image_url'; this model reads text") as caught:
         server.client().chat.completions.create(messages=messages, **GREEDY)
+    assert caught.value.param == "messages"
 
 
 def test_logprobs_of_a_chat(server: RunningServer, expected: Any) -> None:
@@ -217,14 +213,29 @@ def test_half_a_surrogate_pair_in_a_templates_words_is_escaped(server: RunningSe
     assert answer.json()["error"]["message"].endswith("refuses these messages: no tools here: \\ud800")
 
 
-def test_a_broken_template_is_the_servers_mistake(tiny: TinyPair, tmp_path: Path) -> None:
-    file = tmp_path / "template.jinja"
-    file.write_text("a\n{% for message in messages %}")
-    with running_server(tiny.target, template=file) as server:
+BROKEN = "a\n{% for message in messages %}"
+
+
+def test_a_broken_template_of_the_checkpoint_is_the_servers_mistake(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "target")
+    file = tmp_path / "target" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": BROKEN}))
+    with running_server(tmp_path / "target") as server:
         client = server.client().with_options(max_retries=0)
         with pytest.raises(openai.InternalServerError, match=r"chat template is not valid Jinja: .*, line 2") as caught:
             client.chat.completions.create(messages=MESSAGES, **GREEDY)
     assert caught.value.param is None
+
+
+def test_a_broken_template_of_a_file_is_refused_at_the_start(tiny: TinyPair, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(tiny.target)
+    file = tmp_path / "template.jinja"
+    for text in (BROKEN, "a\n{{ messages | no_such_filter }}"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"template\.jinja is not valid Jinja: .*, line 2; name another"):
+            ChatTemplate(tokenizer, NAME, file)
+    file.write_text("{{ raise_exception('never one message alone') }}")  # it may take others
+    ChatTemplate(tokenizer, NAME, file)
 
 
 def test_a_model_without_a_template_cannot_chat_but_takes_one_from_a_file(

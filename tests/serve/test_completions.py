@@ -148,6 +148,23 @@ def test_a_stop_string_is_never_sent_not_even_its_beginning(server: RunningServe
     assert whole.stop_reason == chunks[-1].choices[0].stop_reason == stop
 
 
+def test_a_stream_holds_back_no_more_than_the_engine(server: RunningServer, offline: LLM) -> None:
+    options = {"stop": ["never said, of thirty letters."], "max_tokens": 60}
+    params = SamplingParams(temperature=0, ignore_eos=True, **options)
+    engine, texts = offline.llm_engine, {}
+    engine.add_request("a", PROMPTS[0], params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            texts[len(output.outputs[0].token_ids)] = output.outputs[0].text
+    body = {"ignore_eos": True, "return_token_ids": True}
+    _, chunks = streamed(server, **{**GREEDY, **options, "prompt": PROMPTS[0], "extra_body": body})
+    sent, num_tokens = "", 0
+    for [choice] in (chunk.choices for chunk in chunks):
+        sent, num_tokens = sent + choice.text, num_tokens + len(choice.token_ids)
+        assert sent == texts[num_tokens]
+    assert len(chunks) > 2
+
+
 def test_echo_begins_with_the_prompt(server: RunningServer, offline: LLM) -> None:
     expected = generate(offline, PROMPTS[0], logprobs=2, prompt_logprobs=2)
     options = {**GREEDY, "prompt": PROMPTS[0], "echo": True}
@@ -193,10 +210,13 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(server: RunningServ
     offsets = [sum(map(len, whole.tokens[:i])) for i in range(LENGTH)]
     assert whole.text_offset == offsets
     _, chunks = streamed(server, **options)
+    about = {  # a prompt found in the prefix cache changes the last bits
+        "token_logprobs": pytest.approx(whole.token_logprobs),
+        "top_logprobs": [pytest.approx(row) for row in whole.top_logprobs],
+    }
     for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         pieces = [each for chunk in chunks for each in getattr(chunk.choices[0].logprobs, field)]
-        whole_values = getattr(whole, field)
-        assert pieces == (pytest.approx(whole_values) if field == "token_logprobs" else whole_values)
+        assert pieces == about.get(field, getattr(whole, field))
 
 
 @pytest.mark.parametrize("prefix", ["def add(a, b):\n    return ", ""])
@@ -229,9 +249,19 @@ def test_usage_comes_last_in_a_stream_if_asked_for(server: RunningServer) -> Non
     _, chunks = streamed(server, prompt=PROMPTS[0], stream_options=options, **GREEDY)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[0] < counts[-1] == LENGTH
-    alone: Any = {"continuous_usage_stats": True}
-    _, chunks = streamed(server, prompt=PROMPTS[0], stream_options=alone, **GREEDY)
-    assert all(chunk.usage is None for chunk in chunks)
+    nothing: Any = ({"continuous_usage_stats": True}, {"include_usage": None}, {})
+    for options in nothing:
+        _, chunks = streamed(server, prompt=PROMPTS[0], stream_options=options, **GREEDY)
+        assert all(chunk.usage is None for chunk in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": None}
+    _, chunks = streamed(server, prompt=PROMPTS[0], stream_options=options, **GREEDY)
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+
+
+def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(server: RunningServer) -> None:
+    for options in (None, {}):
+        body = {"prompt": "a", "max_tokens": 1, "stream_options": options}
+        assert server.post("/v1/completions", json=body).status_code == 200
 
 
 def test_the_counts_in_a_chunk_are_those_of_its_choice(server: RunningServer, offline: LLM) -> None:

@@ -12,7 +12,16 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from minillm.outputs import RequestOutput
 from minillm.serve.metrics import ServerMetrics
-from minillm.trace import RequestAdded, RequestFinished, StepRan, StepStarted, TokensCommitted, Work
+from minillm.trace import (
+    BlocksShared,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    StepRan,
+    StepStarted,
+    TokensCommitted,
+    Work,
+)
 from minillm.trace.request_metrics import RequestMetrics
 
 
@@ -28,10 +37,10 @@ def metrics() -> ServerMetrics:
     config = SimpleNamespace(enable_prefix_caching=True)
     inner = SimpleNamespace(
         listeners=[],
-        scheduler=SimpleNamespace(running=[], config=config),
+        scheduler=SimpleNamespace(running=[], waiting=[], config=config),
         pool=SimpleNamespace(num_used=0, num_blocks=1),
     )
-    engine: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine=inner, max_model_len=130), num_unfinished=0)
+    engine: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine=inner, max_model_len=130), num_unfinished=9)
     return ServerMetrics(engine, "tiny")
 
 
@@ -85,6 +94,47 @@ def test_a_request_that_was_aborted_has_no_times(metrics: ServerMetrics, clock: 
     run_request(metrics, clock, "abort")
     sums = values(metrics, "_sum")
     assert sums.pop("inter_token_latency_seconds") == 16 and set(sums.values()) == {0}
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+def test_a_request_is_counted_under_what_ended_it(metrics: ServerMetrics, clock: SimpleNamespace, reason: str) -> None:
+    run_request(metrics, clock, reason)
+    found = re.findall(r'request_success_total{finished_reason="(\w+)",\S+} (\S+)', metrics.text().decode())
+    assert {name: float(value) for name, value in found} == {**dict.fromkeys(["stop", "length", "abort"], 0), reason: 1}
+
+
+def test_a_prompt_is_counted_when_it_has_its_first_token(metrics: ServerMetrics) -> None:
+    """One that leaves the queue before that costs no prefill."""
+    counts = []
+    for event in (
+        RequestAdded("a", "def", [5, 6, 7]),
+        RequestAdded("b", "de", [5, 6]),
+        RequestFinished("b", "abort", 2, 0),
+        TokensCommitted("a", [9], ["x"], ["sampled"], 0, 0, 3),
+        RequestPreempted("a", 3),
+        TokensCommitted("a", [9], ["x"], ["sampled"], 0, 0, 4),
+    ):
+        metrics(event)
+        counts.append(values(metrics, "_total")["prompt_tokens"])
+    assert counts == [0, 0, 0, 3, 3, 3]
+
+
+def test_a_preempted_request_that_finds_its_own_blocks_has_no_further_hit(metrics: ServerMetrics) -> None:
+    metrics(RequestAdded("a", "def", [5, 6, 7, 8, 9]))
+    metrics(BlocksShared("a", [1], 4, "prefix"))
+    metrics(StepStarted(1, 0, 1))
+    metrics(StepRan(1, [Work("a", "prefill", 4, 1)]))
+    metrics(RequestPreempted("a", 5))
+    metrics(BlocksShared("a", [1], 4, "prefix"))
+    assert values(metrics, "_total")["prefix_cache_hits"] == 4
+
+
+def test_only_what_the_scheduler_has_not_started_is_waiting(metrics: ServerMetrics) -> None:
+    """Of nine unfinished sequences others may have ended, or may be on their way to the engine."""
+    scheduler: Any = metrics.engine.llm_engine.engine.scheduler
+    scheduler.running, scheduler.waiting = ["a", "b"], ["c", "d", "e"]
+    assert values(metrics, "")["num_requests_running"] == 2
+    assert values(metrics, "")["num_requests_waiting"] == 3
 
 
 def test_numbers_of_tokens_have_vllms_buckets(metrics: ServerMetrics) -> None:

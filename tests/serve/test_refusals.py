@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +68,6 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "logprobs": -1}, "logprobs=-1 must be from 0 to 5", "logprobs"),
     ({"prompt": "a", "logit_bias": {"5": 1.0}}, "logit_bias is not supported", "logit_bias"),
     ({"prompt": "a", "request_id": "mine"}, "request_id is not supported", "request_id"),
-    ({"prompt": "a", "return_token_offsets": True}, "return_token_offsets is not supported", "return_token_offsets"),
     (
         {"prompt": "a", "response_format": {"type": "json_object"}},
         "response_format is not supported",
@@ -134,6 +134,7 @@ def test_a_form_is_no_json(server: RunningServer) -> None:
 
 def test_fields_that_nobody_knows_are_ignored_as_in_vllm(server: RunningServer) -> None:
     body = {"prompt": "a", "max_tokens": 1, "field_of_the_future": 7, "logit_bias": None, "user": "me", "tools": []}
+    body |= {"return_token_offsets": True}
     assert server.post("/v1/completions", json=body).status_code == 200
 
 
@@ -206,10 +207,29 @@ def test_only_the_web_pages_that_are_named_may_call(tiny: TinyPair) -> None:
         assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=PAGE).headers
 
 
-@pytest.mark.parametrize("origins", [("",), (5,)])
-def test_an_origin_that_is_no_text_is_refused(origins: Any) -> None:
-    with pytest.raises(ConfigError, match=r"must be texts such as 'https://example\.org', or '\*' for all"):
-        ServerSettings(("m",), allowed_origins=origins)
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("", 5, "example.org", "https://", "https://example.org/", "https://example.org/page", "https://Example.org"),
+        *("HTTPS://example.org", "https://*.example.org", "https://example.org:443", "http://example.org:80"),
+        *("https://example.org:", "https://me@example.org", " https://example.org", "https://example.org\n"),
+    ],
+)
+def test_an_origin_that_no_page_has_is_refused(origin: Any) -> None:
+    message = rf"allowed origin {re.escape(repr(origin))}: no page has it; write '\*' .* 'https://example\.org', as br"
+    with pytest.raises(ConfigError, match=message):
+        ServerSettings(("m",), allowed_origins=("https://example.org", origin))
+
+
+def test_an_origin_that_a_page_may_have_is_taken() -> None:
+    pages = ("https://example.org", "http://localhost:3000", "http://[::1]:80800", "https://a-b.example:80")
+    ServerSettings(("m",), allowed_origins=("*", "null", "chrome-extension://abc", *pages))
+
+
+@pytest.mark.parametrize("key", ["secret\n", "secret ", "\tsecret", " "])
+def test_a_key_that_no_request_can_send_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="begins or ends with white space"):
+        ServerSettings(("m",), api_keys=("other", key))
 
 
 def test_a_tokenizer_without_the_tokens_refuses_a_suffix(
@@ -221,7 +241,7 @@ def test_a_tokenizer_without_the_tokens_refuses_a_suffix(
 
 
 def test_a_key_is_asked_for_under_v1_only(tiny: TinyPair) -> None:
-    with running_server(tiny.target, settings={"api_keys": ("first", "sécond")}) as server:
+    with running_server(tiny.target, settings={"api_keys": ("first", "sécond", "voilà")}) as server:
         for key in ("first", "wrong", "firs", "first2"):
             if key == "first":
                 assert server.client(key).completions.create(model=NAME, prompt="a", max_tokens=1).choices
@@ -229,8 +249,9 @@ def test_a_key_is_asked_for_under_v1_only(tiny: TinyPair) -> None:
             with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
                 server.client(key).completions.create(model=NAME, prompt="a", max_tokens=1)
         refused(server.post("/v1/completions", json={"prompt": "a"}), 401, "Authorization: Bearer KEY")
-        header = {"Authorization": "Bearer sécond".encode()}
-        assert server.post("/v1/completions", json={"prompt": "a"}, headers=header).status_code == 200
+        for key in ("first", "sécond", "voilà", " first"):
+            header = {"Authorization": f"Bearer {key}".encode()}
+            assert server.post("/v1/completions", json={"prompt": "a"}, headers=header).status_code == 200
         refused(server.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": "first"}), 401, "")
         for path in ("/health", "/metrics"):
             assert httpx.get(f"{server.url}{path}").status_code == 200

@@ -12,9 +12,9 @@ import pytest
 from tests.serve.running_server import RunningServer, running_server  # isort: skip (it may skip this file)
 
 from minillm import SamplingParams
-from minillm.serve.chat_template import ChatTemplate
+from minillm.chat_template import ChatTemplate
 from minillm.serve.http_errors import ApiError
-from minillm.serve.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from minillm.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
 from minillm.tokenizer import Tokenizer
 from minillm.trace import RequestAdded
 from tests.conftest import TinyPair
@@ -62,7 +62,7 @@ def server(tiny: TinyPair, template: Path) -> Iterator[RunningServer]:
 
 def render(tiny: TinyPair, template: Path, messages: list[dict[str, Any]], **options: Any) -> str:
     chats = ChatTemplate(Tokenizer.from_folder(tiny.target), "tiny", template)
-    return chats.render(ChatRequest(messages=messages, **options))
+    return ChatRequest(messages=messages, **options).prompt_text(chats)
 
 
 @pytest.mark.parametrize(("kind", "path", "body"), BODIES)
@@ -119,16 +119,13 @@ def test_a_priority_that_would_have_no_effect_is_refused(
     assert refused.value.param == "priority"
 
 
-def test_a_null_in_a_message_is_as_good_as_left_out(tiny: TinyPair, template: Path) -> None:
-    answer = {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None}
-    assert ChatMessage(**answer, reasoning="why").for_template() == {
-        "role": "assistant",
-        "content": "yes",
-        "reasoning": "why",
-    }
-    assert render(tiny, template, [answer]).startswith("# assistant: yes")
+def test_a_null_or_an_empty_list_of_calls_is_as_good_as_left_out(tiny: TinyPair, template: Path) -> None:
+    answer = {"role": "assistant", "content": "yes", "refusal": None}
+    for calls in (None, []):
+        assert render(tiny, template, [{**answer, "tool_calls": calls}]).startswith("# assistant: yes")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     with pytest.raises(ApiError, match="no tools here"):
-        render(tiny, template, [{**answer, "tool_calls": []}])
+        render(tiny, template, [{**answer, "tool_calls": [call]}])
 
 
 def test_the_variables_of_a_template_can_be_given(tiny: TinyPair, template: Path, server: RunningServer) -> None:
@@ -176,6 +173,6 @@ def test_a_tokenizer_that_cannot_be_read_is_named_and_read_once(
     chats = ChatTemplate(Tokenizer.from_folder(tiny.target), "tiny", template if has_file else None)
     for _ in range(3):
         with pytest.raises(ApiError, match=r"cannot read the tokenizer .*half of it is missing.*; fetch") as refused:
-            chats.render(ChatRequest(messages=[{"role": "user", "content": "hi"}]))
+            ChatRequest(messages=[{"role": "user", "content": "hi"}]).prompt_text(chats)
         assert refused.value.status == 500
     assert len(tries) == 1

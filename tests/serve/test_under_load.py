@@ -96,8 +96,7 @@ def test_a_client_that_leaves_ends_its_request(tiny: TinyPair) -> None:
             asyncio.run(leave())
             server.wait_until(lambda: server.engine.num_unfinished == 0)
         server.wait_until_idle()
-        metrics = httpx.get(f"{server.url}/metrics").text
-        assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 2.0' in metrics
+        assert num_ended(server, "abort") == 2
 
 
 def test_a_prompt_of_several_that_is_left_ends_all_of_them(tiny: TinyPair) -> None:
@@ -208,11 +207,30 @@ def metric(server: RunningServer, name: str) -> float:
     return float(value)
 
 
+def num_ended(server: RunningServer, reason: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    [value] = [line.split()[-1] for line in lines if f'request_success_total{{finished_reason="{reason}"' in line]
+    return float(value)
+
+
 def test_without_a_prefix_cache_nothing_is_looked_up_and_nothing_is_found(tiny: TinyPair) -> None:
     """The second choice shares the blocks of the first one's prompt all the same."""
     with running_server(tiny.target, enable_prefix_caching=False) as server:
         server.client().completions.create(prompt=PROMPTS[2], **{**GREEDY, "temperature": 1, "n": 2})
         assert metric(server, "prefix_cache_queries_total") == metric(server, "prefix_cache_hits_total") == 0
+
+
+def test_choices_without_a_seat_are_waiting_and_those_that_have_ended_are_not(tiny: TinyPair) -> None:
+    sampled = {**ENDLESS, "prompt": PROMPTS[0], "temperature": 1, "n": 3, "seed": 3}
+    with running_server(tiny.target, max_num_seqs=1) as server:
+        short = server.client().completions.create(**{**sampled, "max_tokens": 1, "logprobs": 0})
+        first = short.choices[0].logprobs.tokens[0]
+        with held(server.engine, num_tokens=1):  # the first choice stops at its first token
+            stream = server.client().completions.create(**sampled, stop=first, stream=True)
+            server.wait_until(
+                lambda: metric(server, "num_requests_running") == 1 == metric(server, "num_requests_waiting")
+            )
+            stream.close()
 
 
 def test_metrics_count_what_the_clients_saw(tiny: TinyPair) -> None:
@@ -249,6 +267,8 @@ def test_metrics_count_what_the_clients_saw(tiny: TinyPair) -> None:
         assert 0 < metric(server, "spec_decode_num_drafts_total") < num_drafted
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert metric(server, name) == 0
+        client.completions.create(prompt=PROMPTS[2], **GREEDY, stop=answers[0].choices[0].text[-1])
+        assert [num_ended(server, reason) for reason in ("length", "stop", "abort")] == [3, 1, 0]
         with held(server.engine):
             stream = client.completions.create(prompt=PROMPTS[2], stream=True, **ENDLESS)
             next(iter(stream))

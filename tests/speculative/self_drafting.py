@@ -25,6 +25,7 @@ PROMPTS = [
     "def add(a, b):\n    return a + b\n\n\nclass Queue:\n    def push",
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+FEWER_BITS: list[dict[str, Any]] = [{"quantization": "int8"}, {"quantization": "w8a8"}, {"kv_cache_dtype": "int8"}]
 COOLER = 10.0
 """What the planted mistake multiplies logits by."""
 
@@ -101,6 +102,15 @@ def cache_is_that_of_a_plain_run(
             assert torch.allclose(mine[:, slots], right[:, :count], atol=tolerance)
         checked += 1
     assert checked > 5
+
+
+def tokens_of_fewer_bits_are_those_undrafted(tiny: TinyPair, speculative: dict[str, Any], **options: Any) -> None:
+    """With weights or a cache of fewer bits, the tokens are those of the same bits without drafts."""
+    drafted, plain = (
+        LLM(str(tiny.target), block_size=4, enforce_eager=True, speculative_config=config, **options)
+        for config in (speculative, None)
+    )
+    assert tokens(drafted) == tokens(plain)
 
 
 def rows_of(cache: KVCache) -> tuple[Tensor, Tensor]:

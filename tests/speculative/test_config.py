@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from minillm import LLM
 from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
 from minillm.speculative import config as speculative_config
+from minillm.speculative.block_verification import BlockRule
 from minillm.speculative.config import SpeculativeConfig, find_method
 from minillm.speculative.drafter import Draft, Drafter
-from tests.conftest import SHIPPED_ADAPTIVE
+from minillm.speculative.rejection_sampler import EXACT, Rule
+from tests.conftest import SHIPPED_ADAPTIVE, TinyPair
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,13 @@ def test_a_drafter_of_ones_own_declares_its_options() -> None:
     assert SpeculativeConfig.from_dict({"method": Own}).options.patience == 1
     with pytest.raises(UnknownOptionError, match="'impatience'"):
         SpeculativeConfig.from_dict({"method": Own, "impatience": 3})
+
+
+@pytest.mark.parametrize("name, rule", [("standard", EXACT), ("block", BlockRule())])
+def test_the_engine_judges_by_the_chosen_rule(tiny: TinyPair, name: str, rule: Rule) -> None:
+    """Both are exact, so no text tells them apart; of the others, tests of their own show what they do to text."""
+    config = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": name}
+    assert LLM(str(tiny.target), device="cpu", speculative_config=config).engine.judge.rule == rule
 
 
 TREE = {"method": "draft_tree", "model": "x"}

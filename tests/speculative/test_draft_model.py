@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +12,9 @@ from minillm import LLM, SamplingParams
 from minillm.batch import Segment
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.trace import BlocksFreed, DraftProposed, TokensCommitted
+from minillm.trace.acceptance_state import AcceptanceState
 from tests.conftest import TinyPair
+from tests.speculative.self_drafting import follows_the_target_unless_drafts_are_drawn_cooler
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):"]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -34,13 +39,34 @@ def test_a_target_that_drafts_for_itself_is_always_right(tiny: TinyPair) -> None
     assert all(e.origins[-1] == "bonus" and len(e.token_ids) == e.num_drafts + 1 for e in rounds)
 
 
+def test_a_stop_inside_the_accepted_drafts_leaves_out_those_behind_it(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), speculative_config=config(tiny.target, gamma=5))
+    whole = tokens(llm)[0]
+    inside = next(token for i, token in enumerate(whole[3:], start=3) if token not in whole[:i])
+    with llm.trace() as trace:
+        llm.generate(PROMPTS[0], replace(GREEDY, stop_token_ids=[inside]), use_tqdm=False)
+    last = trace.of(TokensCommitted)[-1]
+    assert last.token_ids[-1] == inside and last.origins == ["accepted"] * len(last.token_ids)
+    assert len(last.token_ids) < last.num_accepted
+    AcceptanceState().fold_all(trace)
+
+
 def test_prompts_longer_than_the_budget_reach_the_draft_in_chunks(tiny: TinyPair) -> None:
     """And nothing is guessed before the last chunk: a target that drafts for itself is still always right."""
     llm = LLM(
         str(tiny.target), max_num_seqs=3, max_num_batched_tokens=9, speculative_config=config(tiny.target, gamma=2)
     )
+    runner, num_rows = llm.engine.drafter.runner, []
+    for name, forward in (("run", runner.run), ("draft", runner.draft)):
+
+        def counting(segments: list[Segment], *rest: int, forward: Any = forward) -> Any:
+            num_rows.append(sum(len(segment.token_ids) for segment in segments))
+            return forward(segments, *rest)
+
+        setattr(runner, name, counting)
     with llm.trace() as trace:
         assert tokens(llm) == tokens(LLM(str(tiny.target)))
+    assert max(num_rows) == 9
     assert max(len(llm.engine.tokenizer.encode(prompt)) for prompt in PROMPTS) > 9
     rounds = [e for e in trace.of(TokensCommitted) if e.num_drafts]
     assert rounds and all(e.num_accepted == e.num_drafts for e in rounds)
@@ -133,27 +159,9 @@ def test_a_drafter_of_ones_own_cannot_change_the_output(tiny: TinyPair) -> None:
     assert tokens(llm) == tokens(LLM(str(tiny.target)))
 
 
-def test_sampled_text_through_the_engine_follows_the_target(tiny: TinyPair) -> None:
-    """χ² over the second and third token of 3000 drafted completions against plain sampling of the target.
-
-    Both are samples, so this is a two-sample test on the 12 most likely pairs and the rest; with seeds fixed it either
-    always passes or always fails, and a correct engine fails with probability 1e-6 over the choice of seeds.
-    """
-    from scipy.stats import chi2_contingency
-
-    counts = []
-    for speculative in (None, config(tiny.draft, 3)):
-        llm = LLM(str(tiny.target), max_num_seqs=256, speculative_config=speculative)
-        params = [
-            SamplingParams(seed=i + 10_000 * bool(speculative), max_tokens=4, ignore_eos=True, top_k=3)
-            for i in range(3000)
-        ]
-        outputs = llm.generate([PROMPTS[0]] * 3000, params, use_tqdm=False)
-        counts.append([tuple(o.outputs[0].token_ids[1:3]) for o in outputs])
-    pairs = sorted(set(counts[0] + counts[1]), key=(counts[0] + counts[1]).count, reverse=True)[:12]
-    table = [[c.count(p) for p in pairs] + [sum(x not in pairs for x in c)] for c in counts]
-    table = [[a for a, b in zip(*table, strict=True) if a + b], [b for a, b in zip(*table, strict=True) if a + b]]
-    assert chi2_contingency(table).pvalue > 1e-6
+def test_sampled_text_follows_the_target(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """χ²; a correct engine fails with probability 1e-6 over the engine's seed."""
+    follows_the_target_unless_drafts_are_drawn_cooler(tiny, config(tiny.draft, 3), monkeypatch)
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -178,13 +186,13 @@ def test_unlikely_drafts_are_left_out_and_nothing_is_computed_twice(eager: bool)
     given = {"model": "minicoder-draft", "num_speculative_tokens": 6, "adaptive": False, "min_survival": 0.2}
     llm = LLM("minicoder", max_num_seqs=1, enforce_eager=eager, speculative_config=given)
     runner, computed = llm.engine.drafter.runner, []
-    draft = runner.draft_likely
+    draft = runner.draft_while_confident
 
     def counted(segments: list[Segment], *others):
         computed.append([len(segment.token_ids) for segment in segments])
         return draft(segments, *others)
 
-    runner.draft_likely = counted
+    runner.draft_while_confident = counted
     prompt, params = "class Stack:\n    def __init__(self):\n", SamplingParams(temperature=0, max_tokens=60)
     with llm.trace() as trace:
         [drafted] = llm.generate(prompt, params, use_tqdm=False)

@@ -12,7 +12,7 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.request import Request
-from minillm.speculative.draft_policy import (
+from minillm.speculative.adaptive_drafts import (
     IDLE_PLAN_STEPS,
     LONG_PAUSE,
     MIN_GAIN,
@@ -21,10 +21,9 @@ from minillm.speculative.draft_policy import (
     TRIES_SHARE,
     TRY_STEPS,
     AdaptiveDrafts,
-    DraftPlan,
-    FixedDrafts,
 )
-from minillm.speculative.step_costs import StepCosts, never_slower_with_fewer_rows
+from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
+from minillm.speculative.step_costs import StepCosts, isotonic_costs
 from minillm.speculative.step_times import SETTLING_STEPS
 from minillm.trace import DraftsPlanned, StepRan
 from tests.conftest import TinyPair
@@ -320,9 +319,9 @@ def test_costs_lie_on_lines_between_and_beyond_the_measured_rows() -> None:
 
 
 def test_a_measurement_that_was_disturbed_is_corrected() -> None:
-    assert never_slower_with_fewer_rows({1: 1.0, 2: 2.2, 3: 2.0, 4: 3.0}) == pytest.approx({1: 1, 2: 2.1, 3: 2.1, 4: 3})
-    assert never_slower_with_fewer_rows({1: 3.0, 2: 1.0, 4: 2.0, 8: 5.0}) == {1: 2.0, 2: 2.0, 4: 2.0, 8: 5.0}
-    assert never_slower_with_fewer_rows({1: 1.0, 4: 2.0}) == {1: 1.0, 4: 2.0}
+    assert isotonic_costs({1: 1.0, 2: 2.2, 3: 2.0, 4: 3.0}) == pytest.approx({1: 1, 2: 2.1, 3: 2.1, 4: 3})
+    assert isotonic_costs({1: 3.0, 2: 1.0, 4: 2.0, 8: 5.0}) == {1: 2.0, 2: 2.0, 4: 2.0, 8: 5.0}
+    assert isotonic_costs({1: 1.0, 4: 2.0}) == {1: 1.0, 4: 2.0}
 
 
 def ran(policy: AdaptiveDrafts, request: Request, plain: float, extra: float, turns: int = 100) -> None:
@@ -376,7 +375,7 @@ class SeenSteps(FixedDrafts):
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
-        self.steps.append((sum(drafts.values()), num_rows))  # type: ignore[attr-defined]
+        self.steps.append((sum(drafts.values()), num_rows, num_context))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
@@ -389,8 +388,8 @@ def test_only_steps_that_say_something_are_told(tiny: TinyPair, num_drafts: int)
     with llm.trace() as trace:
         llm.generate([{"prompt_token_ids": [*range(5, 17)]}], params, use_tqdm=False)
     steps = [event.work[0] for event in trace.events if isinstance(event, StepRan)]
-    expected = {0: [(0, 1) for work in steps if work.kind == "decode"]}
-    expected[3] = [(work.num_tokens - 1, work.num_tokens) for work in steps if work.kind == "verify"]
+    expected = {0: [(0, 1, work.start) for work in steps if work.kind == "decode"]}
+    expected[3] = [(work.num_tokens - 1, work.num_tokens, work.start) for work in steps if work.kind == "verify"]
     told = policy.steps  # type: ignore[attr-defined]
     assert steps[0].kind == "prefill" and expected[num_drafts]
     assert told[: len(expected[num_drafts])] == expected[num_drafts]
@@ -435,7 +434,9 @@ def test_a_policy_that_is_asked_only_where_its_plans_end_tries_at_the_same_steps
     assert num_asked < 16 * SHORTEST_PAUSE
 
 
-def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(tiny: TinyPair) -> None:
+def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Holding(FixedDrafts):
         """Plans nothing, for ten steps."""
 
@@ -451,7 +452,7 @@ def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(tin
 
     log, held = list[object](), list[int]()
     config = {"method": "ngram", "num_speculative_tokens": 2}
-    llm = LLM(str(tiny.target), speculative_config=config, max_num_seqs=2)
+    llm = LLM(str(tiny.target), speculative_config=config, max_num_seqs=2, max_num_batched_tokens=16)
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     engine.scheduler.draft_policy = Holding(2)
     [first] = llm.submit(["def add(a, b):"], params)
@@ -459,9 +460,11 @@ def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(tin
     for _ in range(22):
         engine.step()
     assert log == [1, "told"] * 3 and held == [9, 9]  # the steps 1, 11 and 21 that decode
-    [second] = llm.submit(["for line in"], params)
+    [second] = llm.submit([{"prompt_token_ids": [*range(5, 25)]}], params)
     engine.step()  # the plan for the first holds, beside the prompt of the second, and ends
     assert log[6:] == [] and held == [9, 9, 2]
+    engine.step()  # what is planned for the first alone, beside the rest of the prompt, holds for this step
+    assert log.pop(6) == 1 and log[6:] == []
     engine.step()
     assert log[6:] == [2, "told"]
     llm.submit(["import os"], params)  # there are seats for two
@@ -476,6 +479,15 @@ def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(tin
     engine.step()
     engine.abort(first.request_id)
     assert held == [9, 9, 2, 9, 1] and not engine.scheduler.steps_since_plan  # nothing is left for another policy
+    engine.step()
+    engine.step()
+    assert log[13:] == [1, "told"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.runner, "run", lambda segments: (_ for _ in ()).throw(KeyboardInterrupt))
+        engine.step()
+    assert held == [9, 9, 2, 9, 1, 2]
+    engine.step()
+    assert log[15:] == [1, "told"]
 
 
 def test_a_step_is_shown_to_the_drafter_if_the_next_may_draft() -> None:

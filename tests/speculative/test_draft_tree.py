@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -17,6 +18,7 @@ from minillm.errors import ConfigError, DraftError, UnsupportedError
 from minillm.request import Request
 from minillm.speculative.draft_tree import DraftTree, DraftTreeDrafter
 from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.rejection_sampler import AcceptRule
 from minillm.speculative.tree_shape import TreeShape
 from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, StepRan, TokensCommitted
 from minillm.trace.acceptance_state import AcceptanceState
@@ -66,6 +68,38 @@ def test_a_target_that_drafts_for_itself_reaches_a_leaf_every_time(tiny: TinyPai
         assert tokens(llm) == tokens(LLM(target, enforce_eager=eager))
     whole = [e for e in trace.of(TokensCommitted) if e.num_drafts == 14]
     assert whole and all(e.num_accepted == 3 and e.origins[-1] == "bonus" for e in whole)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_rule_of_ones_own_judges_trees_too(tiny: TinyPair, temperature: float) -> None:
+    """One that accepts every draft takes the first child of every node."""
+    accept_all = AcceptRule(accept=lambda p, q, x: torch.ones(len(x), dtype=p.dtype))
+    llm = LLM(str(tiny.target), speculative_config=tree(tiny.draft, rejection_sample_method=accept_all))
+    with llm.trace() as trace:
+        tokens(llm, replace(GREEDY, temperature=temperature))
+    whole = [e for e in trace.of(TokensCommitted) if e.num_drafts == 14]
+    assert whole and all(e.path == [0, 2, 6] for e in whole)
+
+
+def test_a_block_that_a_node_was_written_to_has_lost_its_hash(tiny: TinyPair) -> None:
+    """Or the draft model would later skip that block as one it had filled with something else."""
+    llm = LLM(str(tiny.target), block_size=2, num_kv_blocks=80, speculative_config=tree(tiny.draft))
+    drafter, found = llm.engine.drafter, []
+    propose, run = drafter.propose, drafter.runner.run
+
+    def with_other_hashes(*arguments: Any) -> Any:
+        drafter._filled = dict.fromkeys(range(80), b"of other tokens")
+        return propose(*arguments)
+
+    def noting(segments: Sequence[Segment]) -> torch.Tensor:
+        for segment in segments:
+            nodes = range(segment.start + 1, segment.end) if segment.parents else ()
+            found.extend(drafter._filled.get(segment.block_table[position // 2]) for position in nodes)
+        return run(segments)
+
+    drafter.propose, drafter.runner.run = with_other_hashes, noting
+    tokens(llm)
+    assert found and not any(found)
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["pytorch", "compiled"])

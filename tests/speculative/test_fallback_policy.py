@@ -9,7 +9,8 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.request import Request
-from minillm.speculative.draft_policy import AdaptiveDrafts, FixedDrafts
+from minillm.speculative.adaptive_drafts import AdaptiveDrafts
+from minillm.speculative.draft_policy import FixedDrafts
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts

@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,18 @@ from minillm.speculative.heads import HeadsDrafter
 from minillm.trace import DraftProposed
 from tests.conftest import TinyPair
 from tests.speculative.self_drafting import (
+    FEWER_BITS,
     GREEDY,
     PROMPTS,
+    follows_the_target_unless_drafts_are_drawn_cooler,
     length_does_not_depend_on_what_is_drawn,
     lengths_after_each_token,
     stops_completions_aborts_and_later_requests_are_plain,
     survives_preemption_prefix_sharing_and_chunks,
     tokens,
+    tokens_of_fewer_bits_are_those_undrafted,
 )
-from tests.speculative.three_tokens import expected_triples, p_of_triples
+from tests.speculative.three_tokens import PROMPT, sampled
 from tests.speculative.trained_drafting import acceptance, heads_that_know_the_tests, saved
 
 HEADS: dict[str, Any] = {"method": "heads", "num_speculative_tokens": 4, "min_survival": 0}
@@ -67,11 +71,21 @@ def test_completions_stops_and_aborts(tiny: TinyPair, speculative: dict[str, Any
     stops_completions_aborts_and_later_requests_are_plain(tiny, speculative, enforce_eager=True)
 
 
+@pytest.fixture(scope="module")
+def sampling_folder(tiny: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads that are right more than half the time on sampled text after `PROMPT`."""
+    texts = [sampled(seed) for seed in range(1000, 1020)]
+    folder = tmp_path_factory.mktemp("sampling-heads")
+    return heads_that_know_the_tests(tiny, folder, steps=8, prompts=[PROMPT] * len(texts), params=texts)
+
+
 @pytest.mark.parametrize("rule", ["standard", "block"])
-def test_sampled_text_follows_the_target(tiny: TinyPair, speculative: dict[str, Any], rule: str) -> None:
-    """χ²; a correct engine fails with probability 1e-6 over the choice of seeds, which are fixed."""
-    options = {**speculative, "rejection_sample_method": rule, "min_survival": 0.4}
-    assert p_of_triples(tiny, expected_triples(tiny), options) > 1e-6
+def test_sampled_text_follows_the_target(
+    tiny: TinyPair, sampling_folder: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """χ²; a correct engine fails with probability 1e-6 over the engine's seed."""
+    options = {**HEADS, "model": str(sampling_folder), "rejection_sample_method": rule, "min_survival": 0.4}
+    follows_the_target_unless_drafts_are_drawn_cooler(tiny, options, monkeypatch)
 
 
 def test_the_length_of_a_chain_does_not_depend_on_what_is_drawn(tiny: TinyPair, speculative: dict[str, Any]) -> None:
@@ -158,6 +172,22 @@ def test_the_chain_ends_where_survival_falls_below_the_limit(tiny: TinyPair, spe
     assert heads.begin(hidden, last, [4] * 6, 0, 1.0).num_drafts == [0] * 6
 
 
+def test_chains_of_requests_that_sample_are_as_long_as_sampling_lets_them_survive(
+    tiny: TinyPair, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(tiny, {**speculative, "min_survival": 0.4})
+    heads, kinds = llm.engine.drafter.heads, set()
+    begin = heads.begin
+
+    def noted(hidden: Any, tokens: Any, num_drafts: Any, kind: int, min_survival: float) -> Any:
+        kinds.add(KINDS[kind])
+        return begin(hidden, tokens, num_drafts, kind, min_survival)
+
+    monkeypatch.setattr(heads, "begin", noted)
+    tokens(llm, replace(GREEDY, temperature=1.0))
+    assert kinds == {"sampled"}
+
+
 def test_a_high_limit_drafts_less_and_is_right_more_often(tiny: TinyPair, speculative: dict[str, Any]) -> None:
     def drafted(llm: LLM) -> int:
         with llm.trace() as trace:
@@ -192,13 +222,11 @@ def test_it_is_a_fallback_and_adapts(tiny: TinyPair, speculative: dict[str, Any]
     assert tokens(engine(tiny, {**speculative, "adaptive": True})) == right
 
 
-@pytest.mark.parametrize(
-    "options", [{"quantization": "int8"}, {"quantization": "w8a8"}, {"kv_cache_dtype": "int8"}], ids=str
-)
+@pytest.mark.parametrize("options", FEWER_BITS, ids=str)
 def test_with_fewer_bits_the_tokens_are_those_of_the_same_bits_undrafted(
     tiny: TinyPair, speculative: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    assert tokens(engine(tiny, speculative, **options)) == tokens(engine(tiny, None, **options))
+    tokens_of_fewer_bits_are_those_undrafted(tiny, speculative, **options)
 
 
 def changed(folder: Path, to: Path, **entries: Any) -> str:
@@ -311,3 +339,17 @@ def test_the_cost_of_drafts_is_measured_with_as_many_as_it_is_divided_by(
     llm = engine(tiny, {**speculative, "min_survival": 1.0, "adaptive": True})
     assert made and all(list(asked) == found for asked, found in made)
     assert llm.engine.drafter.min_survival == 1.0
+
+
+def test_an_interrupt_while_drafts_are_timed_changes_no_option(
+    tiny: TinyPair, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = engine(tiny, {**speculative, "min_survival": 0.5}).engine.drafter
+
+    def interrupted(*given: Any) -> list[Draft]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drafter, "propose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        drafter.propose_for_timing([], [])
+    assert drafter.min_survival == 0.5

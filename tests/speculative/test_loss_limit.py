@@ -12,7 +12,8 @@ import pytest
 from minillm.request import Request
 from minillm.sampling import SamplingParams
 from minillm.speculative import step_times
-from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan, FixedDrafts
+from minillm.speculative.adaptive_drafts import AdaptiveDrafts
+from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts
 from minillm.speculative.loss_limit import (
@@ -88,6 +89,24 @@ def test_what_its_drafts_cost_is_not_booked() -> None:
     assert sum(map(bool, run.drafts[-100:])) > 80
     run.steps(200, lambda: 0, 2.0)
     assert policy._rests and policy.plan([*others, seeded], 2).num_drafts == [0, 4]
+
+
+def test_steps_of_a_rest_are_not_those_that_the_policy_planned() -> None:
+    class Held(Always):
+        def plan_held(self, num_steps: int) -> None:
+            """See `DraftPolicy.plan_held`."""
+            held.append(num_steps)
+
+    held: list[int] = []
+    own = Held(4, COSTS)
+    policy = LossLimit(own, own.plain_times)
+    run = Run(policy)
+    policy.plan_held(3)
+    while not policy._rests:
+        run.steps(1, lambda: 0, 2.0)
+    held_before = len(held)
+    policy.plan_held(3)
+    assert held[0] == 3 and held[held_before:] == [0]
 
 
 def test_a_rest_ends_once_the_loss_is_paid_back() -> None:

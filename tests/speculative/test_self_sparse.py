@@ -23,7 +23,6 @@ from minillm.speculative import self_sparse
 from minillm.speculative.self_sparse import (
     SelfSparseDrafter,
     SelfSparseOptions,
-    attention_mass,
     most_attended,
     sink_and_newest,
 )
@@ -271,28 +270,6 @@ def test_the_most_attended_blocks_and_window() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- snapkv
-
-
-def textbook_mass(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Query by query and head by head."""
-    mass, group = torch.zeros(len(keys)), queries.shape[1] // keys.shape[1]
-    for i, of_heads in enumerate(queries):
-        end = len(keys) - len(queries) + i + 1
-        first = max(0, end - window) if window else 0
-        for head, query in enumerate(of_heads):
-            scores = keys[first:end, head // group] @ query / keys.shape[2] ** 0.5
-            mass[first:end] += scores.softmax(0)
-    return mass
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_attention_mass_is_that_of_a_textbook(window: int | None) -> None:
-    torch.manual_seed(0)
-    queries, keys = torch.randn(3, 4, 8), torch.randn(20, 2, 8)
-    mass = attention_mass(queries, keys, window)
-    assert torch.allclose(mass, textbook_mass(queries, keys, window), atol=1e-5)
-    assert mass.sum().item() == pytest.approx(12)
-    assert not torch.allclose(mass, textbook_mass(queries.flip(0), keys, window), atol=1e-3)
 
 
 @pytest.mark.parametrize("needle", [3, 9])

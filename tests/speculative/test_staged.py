@@ -9,9 +9,11 @@ import pytest
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
+from minillm.batch import Segment
 from minillm.request import Request
 from minillm.speculative import staged
 from minillm.speculative.drafter import Draft
+from minillm.speculative.staged import StagedDrafter
 from minillm.trace import DraftProposed, RequestPreempted
 from tests.conftest import TinyPair
 from tests.speculative.three_tokens import Expected, expected_triples, p_of_triples
@@ -41,6 +43,19 @@ def drafts_of(llm: LLM) -> list[Draft]:
     return seen
 
 
+def forwards_of(drafter: StagedDrafter) -> list[int]:
+    """Fills with the number of requests in each forward of the draft model."""
+    seen: list[int] = []
+    real = drafter.runner.run
+
+    def run(segments: Sequence[Segment]) -> Tensor:
+        seen.append(len(segments))
+        return real(segments)
+
+    drafter.runner.run = run  # type: ignore[method-assign]
+    return seen
+
+
 @pytest.mark.parametrize("sample_method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("mixed", [[GREEDY], [SAMPLED], [LOOPING], [GREEDY, SAMPLED, LOOPING, GREEDY]], ids=len)
 def test_drafts_and_their_distributions_are_those_without_stages(
@@ -58,7 +73,6 @@ def test_drafts_and_their_distributions_are_those_without_stages(
     for mine, theirs in zip(got, right, strict=True):
         assert (mine.probs is None) == (theirs.probs is None)
         assert mine.probs is None or mine.probs.allclose(theirs.probs, atol=1e-5)
-    assert llm.engine.drafter.num_drafts == sum(len(draft.token_ids) for draft in got)
 
 
 class Oracle:
@@ -73,11 +87,11 @@ class Oracle:
         return [token + (i == self.wrong_at) for i, token in enumerate(tokens)]
 
 
-@pytest.mark.parametrize(("wrong_at", "passes"), [(None, 1), (0, 5), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("wrong_at", "forwards_per_round"), [(None, 1), (0, 5), (1, 3), (3, 2)])
 def test_a_right_guess_saves_a_forward_and_a_wrong_one_costs_none(
-    tiny: TinyPair, wrong_at: int | None, passes: int
+    tiny: TinyPair, wrong_at: int | None, forwards_per_round: int
 ) -> None:
-    """Rounds of five drafts by the target itself. Without guesses, each takes five passes."""
+    """Rounds of five drafts by the target itself. Without guesses, each takes five forwards."""
     plain = LLM(str(tiny.target), enforce_eager=True)
     long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     [output] = plain.generate(PROMPTS[0], long, use_tqdm=False)
@@ -85,25 +99,21 @@ def test_a_right_guess_saves_a_forward_and_a_wrong_one_costs_none(
     llm = LLM(str(tiny.target), block_size=4, enforce_eager=True, speculative_config=config(tiny.target))
     drafter = llm.engine.drafter
     drafter.guesser = Oracle({len(output.prompt_token_ids): right}, wrong_at)
-    assert drafter.passes_per_draft is None
+    forwards = forwards_of(drafter)
     fewer = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)  # 1 + 4 rounds of 6
     with llm.trace() as trace:
         [got] = llm.generate(PROMPTS[0], fewer, use_tqdm=False)
     assert got.outputs[0].token_ids == output.outputs[0].token_ids[:25]
     assert [len(event.token_ids) for event in trace.of(DraftProposed)] == [5] * 4
-    assert drafter.num_passes == 4 * passes and drafter.passes_per_draft == passes / 5
+    assert forwards == [1] * 4 * forwards_per_round
 
 
-def test_drafts_that_are_made_to_measure_their_cost_do_not_count(tiny: TinyPair) -> None:
-    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config={**config(tiny.draft), "adaptive": True})
-    assert (llm.engine.drafter.num_passes, llm.engine.drafter.passes_per_draft) == (0, None)
-
-
-def test_bundled_models_need_fewer_passes_than_drafts() -> None:
+def test_bundled_models_need_fewer_forwards_than_drafts() -> None:
     llm = LLM("minicoder", speculative_config={"method": "staged", "model": "minicoder-draft"})
+    forwards, drafts = forwards_of(llm.engine.drafter), drafts_of(llm)
     text = "def area(self):\n    return self.width * self.height\n\n\ndef volume(self):\n    return self."
     llm.generate(text, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
-    assert llm.engine.drafter.passes_per_draft < 0.8
+    assert 0 < len(forwards) < 0.8 * sum(len(draft.token_ids) for draft in drafts)
 
 
 @pytest.mark.parametrize("block_size", [1, 5])

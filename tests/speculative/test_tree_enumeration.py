@@ -13,7 +13,6 @@ from minillm.sampling import Draw
 from minillm.speculative import rejection_sampler
 from minillm.speculative.rejection_sampler import EXACT, AcceptRule, judge_tree
 from tests.speculative.test_block_verification import LENGTH, VOCAB, expected, follow, random_model
-from tests.speculative.test_tree_rejection import accept_twice_as_often, leave_p, zero_without_renormalising
 
 Model = dict[tuple[int, ...], Tensor]
 Pair = tuple[int, int]
@@ -120,6 +119,19 @@ def enumerated(
 def test_the_output_is_distributed_as_the_targets(monkeypatch: pytest.MonkeyPatch, seed: int, is_drawn: bool) -> None:
     target, draft = random_model(seed), random_model(100 + seed)
     assert torch.allclose(enumerated(monkeypatch, target, draft, is_drawn), expected(target), atol=1e-12)
+
+
+def leave_p(p: Tensor, q: Tensor) -> Tensor:
+    """The second sibling is judged against all of p, as if the first had not been."""
+    return p
+
+
+def zero_without_renormalising(p: Tensor, q: Tensor) -> Tensor:
+    return (p - q).clamp(min=0)
+
+
+def accept_twice_as_often(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
+    return (2 * rejection_sampler.acceptance_probability(p, q, x)).clamp(max=1)
 
 
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["top two", "drawn"])

@@ -13,7 +13,6 @@ from minillm.errors import DraftError
 from minillm.sampling import Draw, uniform
 from minillm.speculative import rejection_sampler
 from minillm.speculative.rejection_sampler import (
-    AcceptRule,
     check_tree,
     greedy_tree_verdict,
     judge_tree,
@@ -25,7 +24,7 @@ from tests.chi_square import p_value
 VOCAB = 5
 TOP_TWO = ([1, 3, 0, 1, 2, 4], [-1, -1, 0, 0, 1, 1])
 """Two guesses after the root, two after each of them."""
-DRAWS = 8000
+DRAWS = 4000
 
 
 def tables(seed: int) -> dict[tuple[int, ...], Tensor]:
@@ -48,14 +47,14 @@ def rows(tree: tuple[list[int], list[int]], target: dict[tuple[int, ...], Tensor
 
 
 def first_two(
-    make: Callable[[int], tuple[tuple[list[int], list[int]], Tensor | None]], target: dict, rule: AcceptRule
+    make: Callable[[int], tuple[tuple[list[int], list[int]], Tensor | None]], target: dict[tuple[int, ...], Tensor]
 ) -> Tensor:
     """How often each pair of first tokens came, `[VOCAB, VOCAB]`, over `DRAWS` seeds. Where a verdict has one token,
     the second is drawn from the target, as the next round would."""
     counts = torch.zeros(VOCAB, VOCAB)
     for seed in range(DRAWS):
         tree, q = make(seed)
-        tokens = judge_tree(*tree, q, rows(tree, target), seed, 0, rule).token_ids[:2]
+        tokens = judge_tree(*tree, q, rows(tree, target), seed, 0).token_ids[:2]
         if len(tokens) < 2:
             cumulative = target[tuple(tokens)].cumsum(0)
             tokens.append(int((cumulative <= uniform(seed, 1, Draw.SAMPLE)).sum().clamp(max=VOCAB - 1)))
@@ -86,38 +85,11 @@ def drawn(seed: int) -> tuple[tuple[list[int], list[int]], Tensor]:
     return (tokens, parents), torch.stack(q)
 
 
-@pytest.mark.parametrize("make", [fixed, drawn])
-def test_two_tokens_after_any_tree_follow_the_target(make: Callable) -> None:
+@pytest.mark.parametrize("guesses", [fixed, drawn])
+def test_two_tokens_after_any_tree_follow_the_target(guesses: Callable) -> None:
     """χ² over 25 pairs; a correct sampler fails with probability 1e-6 over the choice of seeds, which are fixed."""
     target = normalised(tables(3))
-    assert p_value(first_two(make, target, rejection_sampler.EXACT).flatten(), expected(target).flatten()) > 1e-6
-
-
-def leave_p(p: Tensor, q: Tensor) -> Tensor:
-    """The second sibling is judged against all of p, as if the first had not been."""
-    return p
-
-
-def zero_without_renormalising(p: Tensor, q: Tensor) -> Tensor:
-    return (p - q).clamp(min=0)
-
-
-def accept_twice_as_often(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
-    return (2 * rejection_sampler.acceptance_probability(p, q, x)).clamp(max=1)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        AcceptRule(recover=leave_p),
-        AcceptRule(recover=zero_without_renormalising),
-        AcceptRule(accept=accept_twice_as_often),
-    ],
-    ids=["all of p for each sibling", "not renormalised", "too generous"],
-)
-def test_wrong_rules_are_noticed(rule: AcceptRule) -> None:
-    target = normalised(tables(3))
-    assert p_value(first_two(fixed, target, rule).flatten(), expected(target).flatten()) < 1e-6
+    assert p_value(first_two(guesses, target).flatten(), expected(target).flatten()) > 1e-6
 
 
 def test_siblings_that_share_a_uniform_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +98,7 @@ def test_siblings_that_share_a_uniform_are_noticed(monkeypatch: pytest.MonkeyPat
         rejection_sampler, "uniform", lambda seed, index, purpose, sibling=0: really(seed, index, purpose)
     )
     target = normalised(tables(3))
-    assert p_value(first_two(fixed, target, rejection_sampler.EXACT).flatten(), expected(target).flatten()) < 1e-6
+    assert p_value(first_two(fixed, target).flatten(), expected(target).flatten()) < 1e-6
 
 
 @pytest.mark.parametrize("with_probs", [False, True])

@@ -47,6 +47,17 @@ def test_greedy_text_is_the_targets(tiny: TinyPair) -> None:
     assert [o.outputs[0].token_ids for o in typical] == [o.outputs[0].token_ids for o in plain]
 
 
+def test_sampled_text_is_another_than_that_of_the_exact_rule(tiny: TinyPair) -> None:
+    """From the same seeds and the same drafts."""
+    params = [SamplingParams(seed=seed, max_tokens=24, ignore_eos=True) for seed in range(4)]
+    texts = []
+    for chosen in ({}, {"rejection_sample_method": "typical", "lossy": True}):
+        llm = LLM(str(tiny.target), speculative_config={"model": str(tiny.draft), **chosen})
+        outputs = llm.generate(["a b a b a"] * len(params), params, use_tqdm=False)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert all(exact != typical for exact, typical in zip(*texts, strict=True))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

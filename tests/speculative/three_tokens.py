@@ -8,6 +8,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.speculative.draft_policy import DraftPolicy
+from minillm.trace import TokensCommitted
 from tests.chi_square import pooled_p_value
 from tests.conftest import TinyPair
 
@@ -51,7 +52,7 @@ def p_of_triples(
 ) -> float:
     """The p-value of the engine's first three tokens, χ² with the rare triples in one cell. A request is aborted as
     soon as it has them. `options`: of the engine. `attributes` are set on the drafter first. With a `policy`, requests
-    have no seed of their own.
+    have no seed of their own. Rejected drafts say nothing about how they were drawn, so some must be accepted.
 
     A mistake that makes probabilities p into p′ gives a p-value below 1e-6 in half of the runs if Σ (p′ - p)² / p is
     0.09, with nine to eleven cells.
@@ -62,10 +63,12 @@ def p_of_triples(
     if policy is not None:
         llm.engine.scheduler.draft_policy = policy
     requests = llm.submit([PROMPT] * COUNT, [sampled(None if policy else seed) for seed in range(COUNT)])
-    while llm.engine.requests:
-        for request in llm.engine.step():
-            if request.num_output_tokens >= 3:
-                llm.engine.abort(request.request_id)
+    with llm.trace() as trace:
+        while llm.engine.requests:
+            for request in llm.engine.step():
+                if request.num_output_tokens >= 3:
+                    llm.engine.abort(request.request_id)
+    assert sum(event.num_accepted for event in trace.of(TokensCommitted)) >= COUNT // 4
     got = [tuple(request.output_token_ids[:3]) for request in requests]
     assert set(got) <= set(expected)
     return pooled_p_value(torch.tensor([got.count(path) for path in expected]), torch.tensor([*expected.values()]))

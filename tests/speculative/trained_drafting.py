@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from tests.conftest import TinyPair
 from tests.speculative.self_drafting import GREEDY, PROMPTS
 
 Edit = Callable[[nn.Module], None]
+Params = SamplingParams | Sequence[SamplingParams]
 
 
 def saved(tiny: TinyPair, method: str, folder: Path, edit: Edit | None = None) -> Path:
@@ -34,13 +35,15 @@ def saved(tiny: TinyPair, method: str, folder: Path, edit: Edit | None = None) -
     return folder
 
 
-def heads_that_know_the_tests(tiny: TinyPair, folder: Path, steps: int) -> Path:
-    """Heads that have learnt the target's greedy text after the prompts of the tests by heart, more or less. The text
-    of a random target is chaotic: nothing learnt on other text would help."""
+def heads_that_know_the_tests(
+    tiny: TinyPair, folder: Path, steps: int, prompts: Sequence[str] = PROMPTS, params: Params = GREEDY
+) -> Path:
+    """Heads that have learnt the target's text after the prompts of the tests by heart, more or less. The text of a
+    random target is chaotic: nothing learnt on other text would help."""
     target = load_model(tiny.target, torch.float32)
     text = [
         [*o.prompt_token_ids, *o.outputs[0].token_ids]
-        for o in LLM(str(tiny.target)).generate(PROMPTS, GREEDY, use_tqdm=False)
+        for o in LLM(str(tiny.target)).generate(prompts, params, use_tqdm=False)
     ]
     longest = max(map(len, text))
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in text])

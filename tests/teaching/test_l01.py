@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from minillm import LLM, SamplingParams
 from minillm.models.causal import CausalAttention
-from minillm.models.loading import load_model, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_model
 from minillm.models.rope import RotaryEmbedding, inverse_frequencies
 from minillm.ops.rope import rope as rotate
 from minillm.sampling import SamplingRow, probs_from_logits, sample
@@ -233,6 +234,23 @@ def test_a_loop_that_never_ends_is_reported():
             forward(prompt_ids)
 
     assert "the model was called" in str(check_function("l01.generate_naive", forever))
+
+
+def test_top_p_before_top_k_is_named():
+    """It draws the same tokens as top-k without renormalising, so the message names both."""
+
+    def top_p_first(logits: Tensor, uniform: float, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
+        if temperature == 0:
+            return int(logits.argmax())
+        probs = torch.softmax(logits / temperature, dim=-1)
+        ranked, order = probs.sort(descending=True, stable=True)
+        probs[order[ranked.cumsum(0) - ranked >= top_p]] = 0
+        if 0 < top_k < len(probs):
+            probs[probs < probs.topk(top_k).values[-1]] = 0
+        cumulative = probs.double().cumsum(0)
+        return int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+
+    assert "applies top_p before top_k, or" in str(check_function("l01.sample_next", top_p_first))
 
 
 def test_the_references_need_no_more_than_the_lesson_shows():

@@ -34,11 +34,14 @@ from minillm.teaching.exercises.l08_triton_kernels import (
     run_softmax,
 )
 from minillm.teaching.result import Status
+from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.l06_to_l09 import MAKERS
 
 ROOT = Path(__file__).parents[2]
 CLEAN = {
     "numbers of out never written": 0,
     "numbers written outside of out": 0,
+    "numbers of the last program written by others": 0,
     "input numbers overwritten": 0,
     "blocks loaded without a mask": [],
 }
@@ -190,6 +193,19 @@ def test_another_right_way_passes():
     assert result.passed, str(result)
 
 
+def test_a_loop_over_the_blocks_that_no_other_program_copies_passes():
+    body = """
+        row = tl.program_id(0)
+        for first in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * x_stride + column, mask=column < columns)
+            tl.store(out_ptr + row * out_stride + column, x, mask=column < columns)
+    """
+    head = "@triton.jit\ndef copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constexpr):\n"
+    result = check_function("l08.copy_kernel", kernel_of(head + textwrap.indent(textwrap.dedent(body), "    ")))
+    assert result.passed, str(result)
+
+
 def test_a_product_with_a_condition_keeps_a_load_inside():
     body = """
         row = tl.program_id(0)
@@ -280,6 +296,14 @@ def test_every_wrong_kernel_is_the_right_one_but_for_its_mistake():
         assert right[-1] == "BLOCK"
         for wrong in exercise.wrong:
             assert list(inspect.signature(wrong.function).parameters) == right, wrong.description
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_every_drawn_case_sees_a_tile_that_writes_into_the_next(number: int):
+    exercise = EXERCISES[-1]
+    wrong = next(wrong.function for wrong in exercise.wrong if wrong.description.startswith("masks by place"))
+    case = MAKERS[exercise.name](Draw(b"secret", "student", exercise.name, number))
+    assert run_dequantise(wrong, *case.args)["numbers of the last program written by others"] > 0
 
 
 def test_an_environment_is_left_as_it_was(monkeypatch):

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minillm.cache.base import DequantizedRows
 from minillm.cache.paged_int8 import PagedInt8KVCache
-from minillm.cache.paged_quantized import DequantizedRows
 from minillm.models.config import ModelConfig
 from minillm.ops.dispatch import has_triton
 from minillm.ops.paged_attention import paged_attention

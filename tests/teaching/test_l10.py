@@ -11,7 +11,11 @@ from minillm import LLM, SamplingParams
 from minillm.speculative import rejection_sampler
 from minillm.speculative.rejection_sampler import AcceptRule, rejection_sample
 from minillm.teaching.check_function import check_function
+from minillm.teaching.exercise import Function
+from minillm.teaching.exercises._l10_mistakes import _by_token, _draft_by_token
 from minillm.teaching.exercises.l10_speculative_decoding import EXERCISES, accept_rule, residual, rollback, verify_chain
+from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.l10_to_l15 import MAKERS
 from minillm.teaching.workshop import l10_checks as checks
 from minillm.teaching.workshop import l10_engine
 from minillm.teaching.workshop.l10_broken import BROKEN, FullTarget, OneUniform, OpenFilter
@@ -170,7 +174,7 @@ class CutWords:
 
 def test_a_round_is_changed_by_its_own_drafts_only_and_not_counted_with_special_tokens():
     def committed(*tokens: int) -> TokensCommitted:
-        return TokensCommitted("r", [*tokens], [], [], 2, 1, 0)
+        return TokensCommitted("r", [*tokens], [""] * len(tokens), ["sampled"] * len(tokens), 2, 1, 0)
 
     events = [
         DraftProposed("r", [2, 2], []),  # the text "bb" comes back as it was
@@ -325,3 +329,9 @@ def test_a_slice_by_minus_zero_is_named():
         return target[:-rejected], draft[:-rejected]
 
     assert "rows[:-0] is rows[:0]" in str(check_function(exercise, answer))
+
+
+@pytest.mark.parametrize("wrong", [_by_token, _draft_by_token])
+def test_drawn_cases_see_rows_that_are_dropped_by_their_token(wrong: Function):
+    cases = [MAKERS["l10.rollback"](Draw(b"secret", "student", "l10.rollback", number)) for number in range(6)]
+    assert any(wrong(*case.args) != rollback(*case.args) for case in cases)

@@ -15,8 +15,9 @@ from minillm import LLM
 from minillm.batch import Segment
 from minillm.request import Request
 from minillm.sampling import SamplingParams
-from minillm.speculative import draft_policy, loss_limit
-from minillm.speculative.draft_policy import AdaptiveDrafts, FixedDrafts
+from minillm.speculative import adaptive_drafts, loss_limit
+from minillm.speculative.adaptive_drafts import AdaptiveDrafts
+from minillm.speculative.draft_policy import FixedDrafts
 from minillm.speculative.ngram import NgramDrafter
 from minillm.speculative.step_costs import StepCosts
 from minillm.teaching.check_function import check_function
@@ -253,9 +254,9 @@ def test_the_lesson_names_the_numbers_of_the_rule() -> None:
     text = " ".join(SOURCE.read_text(encoding="utf-8").replace("\n# ", " ").split())
     words = {8: "eight"}
     for stated in (
-        f"({draft_policy.FIRST_RATE:.0%}), and it drafts only where it predicts to gain "
-        f"{draft_policy.MIN_GAIN - 1:.0%} or more",
-        f"a decision to draft holds for {draft_policy.PLAN_STEPS} steps",
+        f"({adaptive_drafts.FIRST_RATE:.0%}), and it drafts only where it predicts to gain "
+        f"{adaptive_drafts.MIN_GAIN - 1:.0%} or more",
+        f"a decision to draft holds for {adaptive_drafts.PLAN_STEPS} steps",
         f"it makes {words[loss_limit.PLAIN_STEPS]} steps without drafts now and then: first after "
         f"{loss_limit.FIRST_PLAIN} steps with drafts, then after {2 * loss_limit.FIRST_PLAIN}, and so on, doubling up "
         f"to {loss_limit.PLAIN_EVERY}",

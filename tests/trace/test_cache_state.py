@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,21 +20,17 @@ from minillm.viz.pages.cache_changes import changes
 from minillm.viz.pages.cache_words import describe
 from tests.conftest import TinyPair
 
-from .traces import Script, busy, decode, prefill, sharing, story, verify
+from .traces import Script, busy, decode, prefill, sharing, slot_counts, story, verify
 
 
 def state_at(trace, step):
     return Replay(trace, CacheState).at(step)
 
 
-def slot_counts(state):
-    return Counter(slot for page in state.pages() for slot in page.slots)
-
-
 def check(state):
     """What holds at any moment of any trace."""
     assert state.used_blocks + state.free_blocks == state.num_blocks
-    counts = slot_counts(state)
+    counts = slot_counts(state.pages())
     assert sum(counts.values()) == state.num_blocks * state.block_size
     valid = counts["written"] + counts["fresh"]
     assert state.used_slots - valid == state.waste_slots
@@ -48,7 +43,7 @@ def test_chunked_prefill_fills_page_after_page():
     state = state_at(story(), 1)
     first = state.requests["req-0"]
     assert (first.status, first.num_computed, first.num_tokens, first.block_table) == ("prefill", 32, 53, [0, 1])
-    assert state.page(0).slots == ("fresh",) * 16
+    assert state.page(0).slots == (("fresh", 16),)
 
 
 def test_newest_token_is_not_yet_in_the_cache():
@@ -58,7 +53,7 @@ def test_newest_token_is_not_yet_in_the_cache():
 
 def test_rolled_back_slots_are_marked_in_their_step_and_only_there():
     trace = story()
-    marked = {step: slot_counts(state_at(trace, step))["rolled_back"] for step in range(1, 10)}
+    marked = {step: slot_counts(state_at(trace, step).pages())["rolled_back"] for step in range(1, 10)}
     # Rejected drafts of the script, step by step: 4 - 3, 4 - 4, 4 - 1, 4 - 4, 4 - 0, 4 - 2.
     assert marked == {1: 0, 2: 1, 3: 0, 4: 3, 5: 0, 6: 4, 7: 2, 8: 0, 9: 0}
 
@@ -67,7 +62,7 @@ def test_roll_back_across_a_block_border_frees_the_tail_block_and_shows_what_was
     state = state_at(story(), 6)
     page = state.page(6)
     assert (page.state, page.owners) == ("freed", ("req-1",))
-    assert page.slots == ("rolled_back",) + ("free",) * 15
+    assert page.slots == (("rolled_back", 1), ("free", 15))
     assert state_at(story(), 5).page(6).state != "freed"
 
 
@@ -82,7 +77,7 @@ def test_preempted_request_loses_its_blocks_and_gets_others_later():
     state = state_at(trace, 6)
     lost = state.requests["req-2"]
     assert (lost.status, lost.num_computed, lost.block_table) == ("preempted", 0, [])
-    assert (state.totals.preemptions, state.totals.recomputed_tokens) == (1, 46)
+    assert state.totals.preemptions == 1
     assert [state.page(block).state for block in (7, 8)] == ["freed", "freed"]
     back = state_at(trace, 8).requests["req-2"]
     assert (back.status, back.num_computed) == ("prefill", 47)
@@ -137,7 +132,7 @@ def test_fork_shares_the_partial_block_and_the_writer_moves_to_a_copy():
     assert (fork.marks.reused, fork.marks.forked_from) == (59, first.index)
     assert (first.block_table, fork.block_table) == ([0, 1, 2, 4], [0, 1, 2, 3])
     assert (state.page(4).copied_from, state.page(4).owners, state.page(3).owners) == (3, ("0#0",), ("0#1",))
-    assert state.page(4).slots == ("written",) * 12 + ("fresh",) + ("empty",) * 3
+    assert state.page(4).slots == (("written", 12), ("fresh", 1), ("empty", 3))
     assert all(page.copied_from != 3 for page in state_at(sharing(), 3).pages())
     # Step 3 forks 1#1 from 1#0, whose number is 2; blocks 0 to 2 have older owners, and those are not its parent.
     assert state_at(sharing(), 3).requests["1#1"].marks.forked_from == 2
@@ -151,7 +146,7 @@ def test_freed_full_blocks_stay_cached_and_count_as_free():
     assert pages[6].owners == ("1#0",), "freed in this step"
     assert pages[3].owners == ()
     assert pages[5].state == "freed"
-    assert set(pages[0].slots) == {"cached"}
+    assert pages[0].slots == (("cached", 16),)
 
 
 def test_evicted_blocks_are_told_in_their_step_and_forgotten_for_good():
@@ -160,7 +155,6 @@ def test_evicted_blocks_are_told_in_their_step_and_forgotten_for_good():
     assert {(page.evicted, page.in_prefix_cache) for page in map(state.page, (3, 4))} == {(True, False), (True, True)}
     assert changes(state)[0] == "cached blocks evicted: 3, 4"
     assert state_at(sharing(), 13).evicted == set()
-    assert state_at(sharing(), 12).totals.evicted_blocks == 3
 
 
 def test_cached_block_taken_without_an_eviction_counts_as_evicted():
@@ -172,8 +166,8 @@ def test_cached_block_taken_without_an_eviction_counts_as_evicted():
     events = [*s.trace, BlocksAllocated("b", [0])]
     events.insert(-1, RequestAdded("b", "b", [1, 2]))
     state = Replay(Trace(events), CacheState).at()
-    assert state.page(0).slots == ("empty",) * 4
-    assert (state.cached_blocks, state.totals.evicted_blocks) == (1, 1)
+    assert state.page(0).slots == (("empty", 4),)
+    assert (state.cached_blocks, state.evicted) == (1, {0})
 
 
 def test_cached_block_is_full_even_if_its_owner_uses_all_but_one_token_of_it():
@@ -184,14 +178,14 @@ def test_cached_block_is_full_even_if_its_owner_uses_all_but_one_token_of_it():
     s.step(decode("a", finish="stop"))
     events = [*s.trace, RequestAdded("b", "b", list(range(8))), BlocksShared("b", [0, 1], 7, "prefix")]
     state = Replay(Trace(events), CacheState).at()
-    assert state.page(1).slots == ("written",) * 4
+    assert state.page(1).slots == (("written", 4),)
     assert state.waste_slots == 0
     check(state)
 
 
 def test_totals_tell_what_sharing_saved():
     totals = state_at(sharing(), 13).totals
-    assert (totals.prefix_hit_tokens, totals.forked_tokens, totals.copied_blocks) == (48 + 48, 59 + 57, 2)
+    assert (totals.prefix_hit_tokens, totals.forked_tokens) == (48 + 48, 59 + 57)
 
 
 def test_words_tell_hits_forks_copies_and_what_stays_cached():
@@ -215,7 +209,6 @@ def test_everything_is_free_at_the_end():
     assert (state.used_blocks, state.free_blocks, state.waste_slots) == (0, 24, 0)
     assert {r.status for r in state.requests.values()} == {"finished"}
     assert state.totals.peak_blocks == 4 + 3 + 3
-    assert state.totals.rolled_back_slots == 10
 
 
 def test_finished_request_holds_nothing_even_if_an_interrupt_swallowed_the_event():

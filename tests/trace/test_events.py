@@ -21,6 +21,7 @@ from minillm.trace import (
     BlocksEvicted,
     BlocksShared,
     DraftProposed,
+    DraftsPlanned,
     EngineStarted,
     Event,
     ForwardWork,
@@ -103,6 +104,8 @@ def test_watchers_hear_every_event() -> None:
 
 
 STARTED = EngineStarted("m", None, 4, 8, 1024, 0)
+COMMITTED = TokensCommitted("0", [1], ["a"], ["sampled"], 0, 0, 3)
+PLANNED = DraftsPlanned(["0"], [0], [[0.5]], [1.0, 1.1])
 IMPOSSIBLE: list[tuple[Event, dict[str, object]]] = [
     *((STARTED, {"block_size": value}) for value in (0, -1, 10**12, 2**63)),
     *((STARTED, {"num_blocks": value}) for value in (-1, 10**12, -(2**70))),
@@ -113,6 +116,13 @@ IMPOSSIBLE: list[tuple[Event, dict[str, object]]] = [
     (StepFinished(1, 0.1, 0.0, 0.1, 7), {"seconds": float("nan")}),
     (DraftProposed("0", [1], ["a"], [-1]), {"parents": [-2]}),
     (RequestAdded("0", "a", [1]), {"event": "x" * 10_000}),
+    *((COMMITTED, change) for change in ({"texts": []}, {"origins": []}, {"token_ids": []}, {"num_accepted": 1})),
+    *((COMMITTED, change) for change in ({"origins": ["accepted"]}, {"path": [0]})),
+    (DraftProposed("0", [1], ["a"]), {"texts": []}),
+    *((PLANNED, change) for change in ({"num_drafts": [0, 1]}, {"num_drafts": []}, {"survival": [[0.5], [0.5]]})),
+    *((RowsWritten("grow", 0, 1, 0, 1), {name: value}) for name in ("past", "capacity") for value in (-5, 10**12)),
+    (ForwardWork(3, 3, 1), {"num_tokens": 10**12}),
+    *((DraftProposed("0", [1, 2], ["a", "b"], [-1, 0]), {"parents": value}) for value in ([-1], [0, -1], [-1, 1])),
 ]
 
 

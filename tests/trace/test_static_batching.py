@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minillm.errors import ConfigError
 from minillm.trace.static_batching import Job, jobs_of, static_schedule
-from minillm.trace.timeline_state import TimelineState
+from minillm.trace.timeline_state import WAITING, TimelineState
 
 from .traces import Script, decode, prefill, story, verify
 
@@ -27,6 +27,7 @@ def test_batch_runs_until_its_longest_ends_and_nobody_joins():
     assert (timeline.num_steps, timeline.useful_slots, timeline.slots) == (6, 2 + 5 + 1, 12)
     assert [row.end for row in timeline.rows] == [2, 5, 6]
     assert timeline.committed_tokens == 8
+    assert sum(cell is WAITING for cell in timeline.rows[2].cells.values()) == 5, "shared by all waiting steps"
 
 
 def test_batch_waits_until_it_is_full_or_nobody_else_comes():

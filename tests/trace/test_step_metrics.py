@@ -15,7 +15,7 @@ from minillm.trace import (
     TokensCommitted,
     Trace,
 )
-from minillm.trace.step_metrics import step_metrics, summarise
+from minillm.trace.step_metrics import step_metrics
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
 
 
@@ -94,34 +94,6 @@ def test_step_that_frees_everything_has_no_slot_utilisation():
 def test_unfinished_step_is_left_out():
     events = story().events
     assert len(step_metrics(events[:-1])) == len(step_metrics(events)) - 1
-
-
-def test_summary_adds_up_and_averages():
-    metrics = step_metrics(story())
-    total = summarise(metrics)
-    assert (total.num_steps, total.num_committed_tokens, total.num_preemptions) == (9, 33, 1)
-    assert total.seconds == pytest.approx(9 * 0.02)
-    assert total.tokens_per_second == pytest.approx(33 / 0.18)
-    assert total.num_prefill_tokens == 32 + 28 + 21 + 44 + 47
-    assert total.num_verify_tokens == 6 * 5
-    assert total.tokens_per_step == pytest.approx((172 + 9 + 30) / 9)
-    assert total.num_decode_tokens == 9
-    assert (total.max_running, total.max_waiting, total.peak_used_blocks) == (3, 1, 10)
-    assert total.mean_running == pytest.approx(20 / 9)
-    assert total.mean_budget_use == pytest.approx(total.tokens_per_step / 64)
-    assert total.kv_slot_utilisation == pytest.approx(
-        sum(m.valid_slots for m in metrics) / sum(m.allocated_slots for m in metrics)
-    )
-
-
-def test_summary_tells_what_the_prefix_cache_saved():
-    total = summarise(step_metrics(sharing()))
-    assert total.num_reused_tokens == 48 + 48 + 59 + 57
-
-
-def test_nothing_gives_nothing():
-    total = summarise(step_metrics(Trace()))
-    assert (total.num_steps, total.mean_running, total.kv_slot_utilisation, total.tokens_per_second) == (0, 0, None, 0)
 
 
 def test_saved_trace_gives_the_same_figures(tmp_path):

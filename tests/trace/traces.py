@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -50,6 +51,15 @@ class Part:
     token: str | None = "x"
     """The target's own token; None: the text ended before it."""
     finish: str | None = None
+
+
+def slot_counts(pages):
+    """How many slots of `pages` are in each state."""
+    counts = Counter()
+    for page in pages:
+        for state, length in page.slots:
+            counts[state] += length
+    return counts
 
 
 def prefill(request_id, num_tokens, token="x"):

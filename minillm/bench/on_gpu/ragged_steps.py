@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Batch
+from minillm.cache.base import DequantizedRows
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
-from minillm.cache.paged_quantized import DequantizedRows, PagedQuantizedKVCache
+from minillm.cache.paged_quantized import PagedQuantizedKVCache
 from minillm.models.config import ModelConfig
 
 PAST = (0, 1, 5, 37, 300)

@@ -18,6 +18,7 @@ from minillm.bench.on_gpu.random_models import use_kernels
 from minillm.bench.on_gpu.stage_engine import models
 from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.bench.systems import prompt_ids
+from minillm.bench.transformers_peers import _compile_config, _load
 
 PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 200, 24, 9
 
@@ -46,7 +47,9 @@ def bundled(setup: StageSetup, report: Report) -> None:
             if right is not None and name in tokens:
                 report.counted(f"{name}: same tokens", float(tokens[name] == right), "of 1", Target(at_least=1))
         if not setup.is_rehearsal:
-            measure("transformers fp32 compiled", _transformers, torch.float32, "compiled")
+            report.part("compile mode", lambda: report.note("compile mode", _compile_config("cuda").mode))
+            for name, dtype in dtypes.items():
+                measure(f"transformers {name} compiled", _transformers, dtype, "compiled")
 
 
 def _measure(
@@ -92,8 +95,7 @@ def _minillm(setup: StageSetup, model: str, draft: str | None, dtype: torch.dtyp
 
 def _transformers(setup: StageSetup, model: str, dtype: torch.dtype, way: str) -> Complete:
     """`eager`: with a growing cache; `static`: with a preallocated one; `compiled`: `static` with torch.compile."""
-    from minillm.bench.transformers_peers import _compile_config, _load
-    from minillm.models.loading import resolve
+    from minillm.models.hub import resolve
 
     peer = _load(resolve(model), str(dtype)[6:]).to(setup.device)
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -104,7 +106,7 @@ def _transformers(setup: StageSetup, model: str, dtype: torch.dtype, way: str) -
         cache = options["past_key_values"] = StaticCache(config=peer.config, max_cache_len=256)
         options["disable_compile"] = way == "static"
     if way == "compiled":
-        options["compile_config"] = _compile_config()
+        options["compile_config"] = _compile_config(setup.device.type)
 
     def complete(prompt: list[int], new_tokens: int) -> list[int]:
         ids = torch.tensor([prompt], device=setup.device)

@@ -54,10 +54,17 @@ STAGES = (
 """In order of importance."""
 
 
-def run_stage(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path | None = None) -> dict[str, Any]:
+def run_stage(
+    stage: Stage,
+    is_rehearsal: bool,
+    seconds: float,
+    lines: Path | None = None,
+    started: list[subprocess.Popen[bytes]] | None = None,
+) -> dict[str, Any]:
     """Run a stage for at most `seconds`; returns its results and how it ended, as JSON values.
 
-    `lines`: the file to which the stage writes, which stays; None: a temporary one.
+    `lines`: the file to which the stage writes, which stays; None: a temporary one. The stage's process is added to
+    `started`, so that another thread can `kill` it.
     """
     info: dict[str, Any] = {"name": stage.name, "what": stage.description, "budget_s": seconds}
     if seconds < LEAST_S:
@@ -67,7 +74,8 @@ def run_stage(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path | No
         lines, errors = lines or Path(folder, "lines.jsonl"), Path(folder, "errors.txt")
         lines.unlink(missing_ok=True)
         began = time.monotonic()
-        status, code, restarts = _run_with_restarts(stage, is_rehearsal, began + seconds, lines, errors)
+        processes = [] if started is None else started
+        status, code, restarts = _run_with_restarts(stage, is_rehearsal, began + seconds, lines, errors, processes)
         took = round(time.monotonic() - began, 1)
         ending = {"status": status, "seconds": took, "restarts": restarts}
         error = None if status == DONE else _tail(errors, code)
@@ -75,7 +83,12 @@ def run_stage(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path | No
 
 
 def _run_with_restarts(
-    stage: Stage, is_rehearsal: bool, deadline: float, lines: Path, errors: Path
+    stage: Stage,
+    is_rehearsal: bool,
+    deadline: float,
+    lines: Path,
+    errors: Path,
+    started: list[subprocess.Popen[bytes]],
 ) -> tuple[str, int | None, int]:
     """Run a stage, again after each CUDA error that has left a note. Returns how it ended, and the number of restarts.
 
@@ -83,7 +96,7 @@ def _run_with_restarts(
     """
     num_notes, restarts = 0, 0
     while True:
-        status, code = _run(stage, is_rehearsal, deadline, lines, errors)
+        status, code = _run(stage, is_rehearsal, deadline, lines, errors, started)
         before, num_notes = num_notes, len(Findings.read(lines).notes)
         has_time = deadline - time.monotonic() >= LEAST_S
         if code != DEVICE_FAULT_CODE or num_notes == before or not has_time:
@@ -91,7 +104,14 @@ def _run_with_restarts(
         restarts += 1
 
 
-def _run(stage: Stage, is_rehearsal: bool, deadline: float, lines: Path, errors: Path) -> tuple[str, int | None]:
+def _run(
+    stage: Stage,
+    is_rehearsal: bool,
+    deadline: float,
+    lines: Path,
+    errors: Path,
+    started: list[subprocess.Popen[bytes]],
+) -> tuple[str, int | None]:
     with errors.open("a", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command(stage, lines, deadline, is_rehearsal),
@@ -100,13 +120,14 @@ def _run(stage: Stage, is_rehearsal: bool, deadline: float, lines: Path, errors:
             env=environment(is_rehearsal),
             start_new_session=True,
         )
+        started.append(process)
         try:
             code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
             return (DONE if code == 0 else FAILED), code
         except subprocess.TimeoutExpired:
             return TIMED_OUT, None
         finally:
-            _kill(process)
+            kill(process)
 
 
 def command(stage: Stage, lines: Path, deadline: float, is_rehearsal: bool) -> list[str]:
@@ -115,7 +136,7 @@ def command(stage: Stage, lines: Path, deadline: float, is_rehearsal: bool) -> l
     return [*worker, *(["--rehearse"] if is_rehearsal else [])]
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a stage and the processes that it has started, such as compilers."""
     if process.poll() is None and hasattr(os, "killpg"):
         os.killpg(process.pid, signal.SIGKILL)

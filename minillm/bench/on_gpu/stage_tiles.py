@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from triton import testing
 
+from minillm.bench.on_gpu import tune_tiles
 from minillm.bench.on_gpu.findings import Report
 from minillm.bench.on_gpu.random_models import CONFIGS, LARGE
 from minillm.bench.on_gpu.stage_setup import StageSetup
@@ -65,7 +66,7 @@ def _one_product(setup: StageSetup, report: Report, kind: str, rows: str, second
     known = [found for (_, of, size), found in tiles.MEASURED.items() if (of, size) == (kind, rows)]
     trial = Trial(product(setup, kind, ROWS[rows]), [default, *known], seconds, setup.size_for(math.inf, 2))
     with _timer(setup):
-        winner, milliseconds = tiles.measure(trial, ROWS[rows], trial.always)
+        winner, milliseconds = tune_tiles.measure(trial, ROWS[rows], trial.always)
     _report_best(setup, report, kind, rows, winner, [milliseconds], trial.tried)
     times: dict[Tiles, list[float]] = {winner: [], default: []}
     with _timer(setup):
@@ -94,7 +95,7 @@ def _best(kind: str, rows: str) -> str:
 
 
 class Trial:
-    """One product, as `tiles.measure` calls it. It skips candidates by raising the error for too few resources.
+    """One product, as `tune_tiles.measure` calls it. It skips candidates by raising the error for too few resources.
 
     The tiles `always` are never skipped. Others are when `seconds` are over or `most` tiles have been tried.
     """

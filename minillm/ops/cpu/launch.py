@@ -48,15 +48,13 @@ class Launcher:
         self.choice.record(kind, threads, self.call(threads, *arguments))
 
     def call(self, threads: int, *arguments: Any) -> float:
-        """Call it with these arguments after the first two; returns the seconds that it took."""
+        """Call it with these arguments after the first two. Returns the seconds that it took, without the time that it
+        waited for `STEP_LOCK`."""
         self.sync[:] = 0
-        return self.timed(threads, self.sync, threads, *arguments)
-
-    def timed(self, threads: int, *arguments: Any) -> float:
-        """Call it; returns the seconds that it took, without the time that it waited for `STEP_LOCK`."""
+        given = (self.sync, threads, *arguments)
         if threads == 1:
             began = time.perf_counter()
-            self.run(*arguments)
+            self.run(*given)
             return time.perf_counter() - began
         with STEP_LOCK:
             began = time.perf_counter()
@@ -64,7 +62,7 @@ class Launcher:
                 Launcher.threaded_process = os.getpid()
             if get_num_threads() != threads:
                 set_num_threads(threads)
-            self.run_together(self.address or self._find_address(arguments), *arguments)
+            self.run_together(self.address or self._find_address(given), *given)
             return time.perf_counter() - began
 
     def _find_address(self, arguments: Sequence[Any]) -> int:

@@ -339,10 +339,10 @@ def minimum(typing: Any, a: Any, b: Any) -> Any:
     return f32x16(f32x16, f32x16), lambda context, builder, signature, args: _beyond(builder, *args, "<")
 
 
-def _fold(builder: ir.IRBuilder, vector: Any, join: Callable[[Any, Any], Any], down_to: int = 1) -> Any:
-    """Join the upper half of a vector with the lower one until `down_to` lanes are left: always in the same order."""
+def _fold(builder: ir.IRBuilder, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """Join the upper half of a vector with the lower one until one lane is left: always in the same order."""
     lanes = LANES
-    while lanes > down_to:
+    while lanes > 1:
         lanes //= 2
         mask = ir.VectorType(I32, lanes)
         low, high = (

@@ -14,7 +14,7 @@ from minillm.ops.store_kv import code_bits
 
 
 class QuantizedRows(Protocol):
-    """Keys or values of one layer in a quantised cache (`cache.paged_quantized.DequantizedRows`)."""
+    """Keys or values of one layer in a quantised cache (`cache.base.DequantizedRows`)."""
 
     pools: Sequence[Tensor]
     """INT8: codes `[slots, KV heads, dim]`, scales `[slots, KV heads]`. INT4: packed codes `[slots, KV heads,

@@ -17,7 +17,7 @@ def run_copy(
     numbers = (columns, x_stride, out_stride)
     out, grid = Fence.empty((rows, columns), x.dtype, out_stride), (rows, -(-columns // block))
     return launch(
-        kernel, grid, [Fence.around(x, x_stride)], out, numbers, columns % block == 0, against_wall, BLOCK=block
+        kernel, grid, [Fence.around(x, x_stride)], out, numbers, block, columns % block == 0, against_wall, BLOCK=block
     )
 
 
@@ -25,7 +25,7 @@ def run_softmax(kernel: LazyKernel, x: Tensor, block: int, against_wall: bool = 
     """Launch a softmax of each row of `x` `[rows, columns]`, one program per row."""
     rows, columns = x.shape
     out = Fence.empty((rows, columns), x.dtype)
-    return launch(kernel, (rows,), [Fence.around(x)], out, (columns,), columns == block, against_wall, BLOCK=block)
+    return launch(kernel, (rows,), [Fence.around(x)], out, (columns,), 1, columns == block, against_wall, BLOCK=block)
 
 
 def run_rms_norm(
@@ -34,7 +34,7 @@ def run_rms_norm(
     """Launch RMSNorm of each row of `x` `[rows, columns]`, one program per row."""
     rows, columns = x.shape
     inputs, out = [Fence.around(x), Fence.around(weight)], Fence.empty((rows, columns), x.dtype)
-    return launch(kernel, (rows,), inputs, out, (columns, eps), columns == block, against_wall, BLOCK=block)
+    return launch(kernel, (rows,), inputs, out, (columns, eps), 1, columns == block, against_wall, BLOCK=block)
 
 
 def run_dequantise(
@@ -44,4 +44,5 @@ def run_dequantise(
     rows, columns = codes.shape
     inputs, out = [Fence.around(codes), Fence.around(scale)], Fence.empty((rows, columns), torch.float32)
     grid, full = (-(-rows // rows_per_program),), rows % rows_per_program == 0 and columns == block
-    return launch(kernel, grid, inputs, out, (rows, columns), full, against_wall, ROWS=rows_per_program, BLOCK=block)
+    numbers, sizes = (rows, columns), {"ROWS": rows_per_program, "BLOCK": block}
+    return launch(kernel, grid, inputs, out, numbers, rows_per_program, full, against_wall, **sizes)

@@ -9,7 +9,8 @@ page beside the tensor (`wall`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,9 +69,9 @@ class Fence:
         size = 1 + sum((n - 1) * step for n, step in zip(self.tensor.shape, self.tensor.stride(), strict=True))
         return wall(self.buffer[GUARD : GUARD + size]).as_strided(self.tensor.shape, self.tensor.stride())
 
-    def num_unwritten(self) -> int:
-        """The number of elements of a result that the launch did not write."""
-        return int((self.tensor.contiguous().view(self.bits.dtype) == UNWRITTEN.get(self.tensor.dtype, 0)).sum())
+    def is_written(self) -> Tensor:
+        """Which elements of a result a launch has written: booleans of its shape."""
+        return self.tensor.contiguous().view(self.bits.dtype) != UNWRITTEN[self.tensor.dtype]
 
     def num_changed(self, outside: bool) -> int:
         """The number of elements that have changed: of the whole buffer, or only `outside` the tensor."""
@@ -86,15 +87,18 @@ def launch(
     inputs: Sequence[Fence],
     out: Fence,
     numbers: Sequence[Any],
+    share: int,
     full: bool,
     against_wall: bool = False,
     **sizes: int,
 ) -> dict[str, object]:
     """Launch the kernel `function`; return its result and what it did outside of it.
 
-    The kernel gets the tensors of `inputs`, the tensor of `out`, `numbers`, and `sizes` as its `tl.constexpr`. `full`:
-    all lanes have an element to work on, so the kernel needs no masks. With `against_wall` it runs twice more, on
-    tensors that end where their memory ends, and on tensors that begin where it begins.
+    The kernel gets the tensors of `inputs`, the tensor of `out`, `numbers`, and `sizes` as its `tl.constexpr`. The last
+    axis of `grid` divides that axis of `out` into parts of `share` elements, one per program. The kernel runs once more
+    without the last program of that axis, whose part must then stay unwritten. `full`: all lanes have an element to
+    work on, so the kernel needs no masks. With `against_wall` it runs twice more, on tensors that end where their
+    memory ends, and on tensors that begin where it begins.
 
     Raises:
         NotImplementedError: the kernel is a stub.
@@ -123,10 +127,15 @@ def launch(
             again = out.unwritten()
             variant[grid](*(fence.tensor for fence in inputs), again.tensor, *numbers, **sizes)
             check_undefined(load, [(out.tensor, again.tensor)])
+        part, without_last = out.unwritten(), (*grid[:-1], grid[-1] - 1)
+        with num_programs_of(grid):
+            kernel[without_last](*(fence.tensor for fence in inputs), part.tensor, *numbers, **sizes)
+        of_last = part.is_written().split(share, dim=len(grid) - 1)[-1]
         found = {
             "out": out.tensor.cpu(),
-            "numbers of out never written": out.num_unwritten(),
+            "numbers of out never written": int((~out.is_written()).sum()),
             "numbers written outside of out": out.num_changed(outside=True),
+            "numbers of the last program written by others": int(of_last.sum()),
             "input numbers overwritten": sum(fence.num_changed(outside=False) for fence in inputs),
             "blocks loaded without a mask": [] if full else unmasked_loads(tree),
         }
@@ -137,6 +146,19 @@ def launch(
                 lambda copies: kernel[grid](*copies, *numbers, **sizes),
             )
     return found
+
+
+@contextmanager
+def num_programs_of(grid: tuple[int, ...]) -> Iterator[None]:
+    """Let `tl.num_programs` tell the sizes of this grid, also where fewer programs run."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    size, set_grid_dim = (*grid, 1, 1)[:3], interpreter_builder.set_grid_dim
+    interpreter_builder.set_grid_dim = lambda *launched: set_grid_dim(*size)
+    try:
+        yield
+    finally:
+        del interpreter_builder.set_grid_dim  # the method of the class is left
 
 
 def _check_parameters(kernel: Any, count: int, sizes: tuple[str, ...]) -> None:

@@ -53,8 +53,16 @@ MASKS: Edits = {
 }
 
 COPY: Edits = {
-    "masks the lanes that have a column, and leaves the others on": ("column < columns", "column >= columns"),
+    **MASKS,
     "counts the lanes backwards": ("+ tl.arange", "- tl.arange"),
+    "copies the whole row in every program; each must copy its own block only": (
+        "tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)",
+        "tl.arange(0, 2 * BLOCK)",
+    ),
+    "masks the load with the stride of x instead of the number of columns": (
+        "x_stride + column, mask=inside",
+        "x_stride + column, mask=column < x_stride",
+    ),
     "begins each program one column after the previous one; it must be BLOCK columns": (
         "tl.program_id(1) * BLOCK",
         "tl.program_id(1)",
@@ -80,6 +88,7 @@ SOFTMAX: Edits = {
     "forgets the exponential": ("tl.exp(x - tl.max(x, 0))", "x - tl.max(x, 0)"),
     "subtracts the scores from the maximum; it must be the other way round": ("x - tl.max(x, 0)", "tl.max(x, 0) - x"),
     "subtracts every score from itself: the maximum is missing": ("x - tl.max(x, 0)", "x - x"),
+    "subtracts the first score instead of the largest": ("tl.max(x, 0)", "tl.load(x_ptr + row * columns)"),
     "subtracts the smallest score instead of the largest": ("tl.max(", "tl.min("),
     "multiplies by the sum instead of dividing": ("e / tl.sum", "e * tl.sum"),
     "divides the sum by the exponentials: the quotient is inverted": ("e / tl.sum(e, 0)", "tl.sum(e, 0) / e"),
@@ -87,7 +96,6 @@ SOFTMAX: Edits = {
     **_rows("loads", "x", "x_ptr", "columns"),
     **_rows("stores into", "out", "out_ptr", "columns"),
 }
-del SOFTMAX["loads the first row of x in every program"]  # planted as a kernel
 
 RMS_NORM: Edits = {
     **MASKS,
@@ -126,6 +134,10 @@ DEQUANTISE: Edits = {
     "multiplies in the type of the scale: with bfloat16 scales the product must be computed in float32": (
         "codes.to(tl.float32) * scale.to(tl.float32)[:, None]",
         "codes.to(scale.dtype) * scale[:, None]",
+    ),
+    "masks by place < rows * columns alone, so that lanes beyond the end of a row write into the next row": (
+        "(row < rows)[:, None] & (column < columns)[None, :]",
+        "row[:, None] * columns + column[None, :] < rows * columns",
     ),
     "masks the rows that exist, and leaves the others on": ("(row < rows)[", "(row >= rows)["),
     "leaves one row too many on (<= instead of <)": ("(row < rows)[", "(row <= rows)["),

@@ -359,6 +359,16 @@ def _pretends(target: Rows, draft: Rows, num_drafts: int, num_accepted: int) -> 
     return kept, kept
 
 
+def _by_token(target: Rows, draft: Rows, num_drafts: int, num_accepted: int) -> tuple[Rows, Rows]:
+    rejected = target[len(target) - num_drafts + num_accepted :]
+    return [x for x in target if x not in rejected], [x for x in draft if x not in rejected]
+
+
+def _draft_by_token(target: Rows, draft: Rows, num_drafts: int, num_accepted: int) -> tuple[Rows, Rows]:
+    kept = rollback(target, draft, num_drafts, num_accepted)[0]
+    return kept, [x for x in draft if x in kept]
+
+
 def _swapped(target: Rows, draft: Rows, num_drafts: int, num_accepted: int) -> tuple[Rows, Rows]:
     return rollback(target, draft, num_drafts, num_accepted)[::-1]
 
@@ -386,6 +396,11 @@ ROLLBACK = (
     WrongVersion(
         "gives the draft's cache a row for the last draft after full acceptance, which the draft model never computed",
         _pretends,
+    ),
+    WrongVersion("drops every row that holds a rejected token; an earlier row may hold the same token", _by_token),
+    WrongVersion(
+        "keeps the draft's rows whose token the target's cache still holds; a rejected row may hold such a token",
+        _draft_by_token,
     ),
     WrongVersion("returns the draft model's rows first", _swapped),
     WrongVersion("returns the rows of accepted drafts without those before them", _only_drafts),

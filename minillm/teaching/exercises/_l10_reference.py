@@ -15,6 +15,7 @@ def verify_chain(drafts: list[int], p: Tensor, q: Tensor, uniforms: list[float])
 
     `drafts`: γ token ids. `p`: `[γ + 1, vocab]`, row i judges draft i, the last row is the bonus token's. `q`:
     `[γ, vocab]`. `uniforms`: γ + 1 numbers in [0, 1), one per draft, the last for the recovered or bonus token.
+    No input is changed.
     """
     chances = accept_rule(p[:-1], q, torch.tensor(drafts)).tolist()
     n = 0
@@ -28,7 +29,7 @@ def rollback(target: list[int], draft: list[int], num_drafts: int, num_accepted:
     """Return the rows of the target's and the draft model's cache that are valid after a round.
 
     A row is written as the token whose key and value it holds. `target` ends with all `num_drafts` drafts, `draft` with
-    all but the last of them, which never went through the draft model.
+    all but the last of them, which never went through the draft model. Neither list is changed.
     """
     num_valid = len(target) - (num_drafts - num_accepted)
     return target[:num_valid], draft[:num_valid]

@@ -32,6 +32,10 @@ VERIFY = wrong_versions(
             "residual(p[n : n + 1], q[n : n + 1])",
             "residual(q[n : n + 1], p[n : n + 1])",
         ),
+        "divides 0 by 0 where p is q up to rounding and the draft is rejected all the same": (
+            "residual(p[n : n + 1], q[n : n + 1])",
+            "(left := (p[n : n + 1] - q[n : n + 1]).clamp(min=0)) / left.sum()",
+        ),
         "leaves out the last accepted draft": ("[*drafts[:n], ", "[*drafts[: max(0, n - 1)], "),
     },
 )

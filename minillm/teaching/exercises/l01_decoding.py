@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minillm.teaching.drives.l01 import count_rows, draw_some
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
-from minillm.teaching.source import body_of, wrong_versions
+from minillm.teaching.source import body_of, edited, wrong_versions
 
 # -------------------------------------------------------------------------------------------------- causal_attention
 
@@ -348,7 +348,7 @@ def _sampling_cases() -> list[Case]:
         case("top_p = 0.6: 0.45 is not enough, 0.45 + 0.25 is", top_p=0.6),
         case("top_p = 0.4: one token reaches it alone", top_p=0.4),
         case("top_k = 3, then top_p = 0.8 of what is left", top_k=3, top_p=0.8),
-        case("temperature 2, then top_p = 0.5", temperature=2.0, top_p=0.5),
+        case("temperature 2, then top_p = 0.6", temperature=2.0, top_p=0.6),
         Case("four equal tokens, top_p = 0.5: two of them reach it exactly", (torch.zeros(4), UNIFORMS, 1.0, 0, 0.5)),
         Case(
             "probabilities 0.4, 0.2, 0.2, 0.2: top_k = 2 keeps all tokens that are as probable as the second",
@@ -425,7 +425,7 @@ _SAMPLE = Exercise(
                 ),
                 "keeps only the most probable token, whatever top_k is": (".values[-1]", ".values[0]"),
                 "does not allow top_k above the size of the vocabulary": ("0 < top_k < len(probs)", "0 < top_k"),
-                "applies top_p without dividing the probabilities that top_k kept by their sum": (
+                "applies top_p before top_k, or does not divide what top_k keeps by its sum first": (
                     "probs = probs / probs.sum()",
                     "pass",
                 ),
@@ -453,7 +453,16 @@ _SAMPLE = Exercise(
                     "uniform",
                 ),
                 "returns a token of probability 0 when the uniform is 0 (right=True is missing)": (", right=True", ""),
+                "gives a uniform on the border of two tokens to the left one": (", right=True", ", right=uniform == 0"),
             },
+        ),
+        WrongVersion(
+            "applies the temperature after top-k and top-p, so that these keep other tokens",
+            edited(
+                sample_next,
+                ("logits / temperature", "logits"),
+                ("probs.double()", "(probs.double() ** (1 / temperature))"),
+            ),
         ),
         WrongVersion("always takes the largest logit, whatever the uniform", _always_greedy),
         WrongVersion("returns the rank of the token instead of its id", _rank_for_id),

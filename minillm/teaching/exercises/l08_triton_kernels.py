@@ -15,13 +15,13 @@ from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.source import wrong_versions
 
 
-def _planted(description: str, kernel: str, expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, LazyKernel("l08", kernel), expected_message)
+def _planted(kernel: str, description: str, *edits: tuple[str, str], expected_message: str = "") -> WrongVersion:
+    return WrongVersion(description, LazyKernel("l08", kernel, *edits), expected_message)
 
 
 def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
     """A planted mistake for each edit of a right kernel."""
-    return tuple(WrongVersion(description, LazyKernel("l08", kernel, edit)) for description, edit in edits.items())
+    return tuple(_planted(kernel, description, edit) for description, edit in edits.items())
 
 
 def loads_without_mask(attempt: Attempt) -> str | None:
@@ -41,6 +41,8 @@ def about_rows(attempt: Attempt) -> str | None:
         if count := attempt.got[name]:
             counted = name if count > 1 else name.replace("numbers", "number")
             return f"{count} {counted}: look at the address and the mask of the store"
+    if attempt.got["numbers of the last program written by others"]:
+        return "without the last program, its elements are written all the same: a program writes its own block only"
     return about_tensor(attempt.expected["out"], attempt.got["out"], ("row", "column"), "out")
 
 
@@ -133,6 +135,7 @@ _COPY = Exercise(
         Case("rows of a wider tensor: 5 columns, stride 7", (_grid_of(2, 5), 7, 5, 4)),
         Case("rows of a wider result: 5 columns, stride 9", (_grid_of(2, 5), 5, 9, 4)),
         Case("every tensor ends where its memory ends", (_grid_of(3, 6), 6, 6, 4, True)),
+        Case("the same with gaps between the rows: 6 columns, strides 8 and 9", (_grid_of(3, 6), 8, 9, 4, True)),
     ],
     run_case=run_copy,
     hints=(
@@ -155,16 +158,49 @@ _COPY = Exercise(
         "tl.store(out_ptr + row * out_stride + column, x, mask=inside)",
     ),
     wrong=(
-        _planted("has no mask, so that the last block of a row goes past its end", "copy_without_mask"),
-        _planted("loads without a mask", "copy_loads_without_mask", expected_message="use mask="),
-        _planted("leaves one lane too many on (<= instead of <)", "copy_one_too_many"),
-        _planted("loads one lane too many (<= instead of <)", "copy_loads_one_too_many"),
-        _planted("swaps the strides of x and out", "copy_swapped_strides"),
-        _planted("copies whole blocks only and leaves out the remainder", "copy_whole_blocks"),
-        _planted("copies the first block in every program: program_id(1) is missing", "copy_first_block"),
-        _planted("uses the number of columns instead of the strides", "copy_columns_for_stride"),
-        _planted("uses the stride of x for out as well", "copy_one_stride"),
-        _planted("swaps the two program ids", "copy_swapped_ids"),
+        _planted(
+            "copy_kernel", "has no mask, so that the last block of a row goes past its end", (", mask=inside", "")
+        ),
+        _planted(
+            "copy_kernel",
+            "loads without a mask",
+            ("x_stride + column, mask=inside", "x_stride + column"),
+            expected_message="use mask=",
+        ),
+        _planted(
+            "copy_kernel",
+            "loads one lane too many (<= instead of <)",
+            ("x_stride + column, mask=inside", "x_stride + column, mask=column <= columns"),
+        ),
+        _planted(
+            "copy_kernel",
+            "swaps the strides of x and out",
+            ("x_ptr + row * x_stride", "x_ptr + row * out_stride"),
+            ("out_ptr + row * out_stride", "out_ptr + row * x_stride"),
+        ),
+        _planted(
+            "copy_kernel",
+            "copies whole blocks only and leaves out the remainder",
+            ("column < columns", "column < columns // BLOCK * BLOCK"),
+        ),
+        _planted(
+            "copy_kernel",
+            "copies the first block in every program: program_id(1) is missing",
+            ("tl.program_id(1) * BLOCK + ", ""),
+        ),
+        _planted(
+            "copy_kernel",
+            "uses the number of columns instead of the strides",
+            ("row * x_stride", "row * columns"),
+            ("row * out_stride", "row * columns"),
+        ),
+        _planted("copy_kernel", "uses the stride of x for out as well", ("row * out_stride", "row * x_stride")),
+        _planted(
+            "copy_kernel",
+            "swaps the two program ids",
+            ("row = tl.program_id(0)", "row = tl.program_id(1)"),
+            ("column = tl.program_id(1)", "column = tl.program_id(0)"),
+        ),
         *_slips("copy_kernel", _l08_slips.COPY),
     ),
     diagnose=loads_without_mask,
@@ -182,7 +218,7 @@ _SOFTMAX = Exercise(
         Case("three columns in a block of four", (torch.tensor([[1.0, 2.0, 3.0]]), 4)),
         Case("three rows of five columns", (_grid_of(3, 5) * torch.tensor([1.0, -2.0, 3.0, 1.0, -1.0]), 8)),
         Case("large scores: e^1000 is infinite", (torch.tensor([[1000.0, 999.0, 998.0]]), 4)),
-        Case("large scores in a block that is full", (torch.tensor([[1000.0, 0.0, 999.0, 998.0]]), 4)),
+        Case("large scores in a block that is full", (torch.tensor([[0.0, 1000.0, 999.0, 998.0]]), 4)),
         Case("scores near -1000: e^-1000 is zero", (torch.tensor([[-1000.0, -1001.0, -1000.5]]), 4)),
         Case("a key with the score -inf", (torch.tensor([[0.5, -float("inf"), 1.5]]), 4)),
         Case("every tensor ends where its memory ends", (_grid_of(2, 5), 8, True)),
@@ -207,15 +243,29 @@ _SOFTMAX = Exercise(
         "tl.store(out_ptr + row * columns + column, e / tl.sum(e, 0), mask=inside)",
     ),
     wrong=(
-        _planted("does not subtract the maximum, so that large scores overflow", "softmax_without_max"),
-        _planted("counts masked lanes in the sum: they must hold -inf, not 0", "softmax_counts_padding"),
-        _planted("counts masked lanes in the maximum: they must hold -inf, not 0", "softmax_max_of_padding"),
-        _planted("has no mask at all", "softmax_without_mask"),
-        _planted("stores without a mask, into the next row", "softmax_stores_without_mask"),
-        _planted("reads the first row in every program", "softmax_first_row"),
-        _planted("uses BLOCK as the distance between rows; it is columns", "softmax_rows_of_block"),
-        _planted("computes powers of 2 instead of e", "softmax_base_two"),
-        _planted("does not divide by the sum (or by the maximum, which is 1)", "softmax_undivided"),
+        _planted(
+            "softmax_kernel", "does not subtract the maximum, so that large scores overflow", (" - tl.max(x, 0)", "")
+        ),
+        _planted(
+            "softmax_kernel", "counts masked lanes in the sum: they must hold -inf, not 0", ('-float("inf")', "0.0")
+        ),
+        _planted(
+            "softmax_kernel",
+            "counts masked lanes in the maximum: they must hold -inf, not 0",
+            ('-float("inf")', "0.0"),
+            ("tl.exp(x - tl.max(x, 0))", "tl.where(inside, tl.exp(x - tl.max(x, 0)), 0.0)"),
+        ),
+        _planted("softmax_kernel", "has no mask at all", (', other=-float("inf")', ""), (", mask=inside", "")),
+        _planted(
+            "softmax_kernel", "stores without a mask, into the next row", ("tl.sum(e, 0), mask=inside", "tl.sum(e, 0)")
+        ),
+        _planted(
+            "softmax_kernel", "uses BLOCK as the distance between rows; it is columns", ("row * columns", "row * BLOCK")
+        ),
+        _planted("softmax_kernel", "computes powers of 2 instead of e", ("tl.exp(", "tl.exp2(")),
+        _planted(
+            "softmax_kernel", "does not divide by the sum (or by the maximum, which is 1)", ("e / tl.sum(e, 0)", "e")
+        ),
         *_slips("softmax_kernel", _l08_slips.SOFTMAX),
     ),
     diagnose=loads_without_mask,
@@ -264,22 +314,44 @@ _RMS_NORM = Exercise(
         "tl.store(out_ptr + row * columns + column, x / tl.sqrt(mean + eps) * weight, mask=inside)",
     ),
     wrong=(
-        _planted("divides the sum by BLOCK instead of the number of columns", "rms_mean_of_block"),
-        _planted("forgets eps", "rms_without_eps"),
-        _planted("adds eps after the square root and not under it", "rms_eps_outside"),
-        _planted("forgets the square root", "rms_without_root"),
-        _planted("uses the sum of the squares instead of their mean", "rms_sum_for_mean"),
-        _planted("forgets the weight", "rms_without_weight"),
-        _planted("reads other weights for every row; all rows share one row of weights", "rms_weight_per_row"),
-        _planted("squares in float16, where 300² is infinite", "rms_squares_in_half"),
-        _planted("loads without a mask, so that memory after the row counts in the sum", "rms_without_mask"),
-        _planted("subtracts the mean first, as LayerNorm does", "rms_takes_mean_off"),
-        WrongVersion(
+        _planted(
+            "rms_norm_kernel", "divides the sum by BLOCK instead of the number of columns", ("/ columns", "/ BLOCK")
+        ),
+        _planted("rms_norm_kernel", "forgets eps", ("mean + eps", "mean")),
+        _planted(
+            "rms_norm_kernel",
+            "adds eps after the square root and not under it",
+            ("tl.sqrt(mean + eps)", "(tl.sqrt(mean) + eps)"),
+        ),
+        _planted("rms_norm_kernel", "forgets the square root", ("tl.sqrt(mean + eps)", "(mean + eps)")),
+        _planted("rms_norm_kernel", "uses the sum of the squares instead of their mean", (" / columns", "")),
+        _planted("rms_norm_kernel", "forgets the weight", (" * weight", "")),
+        _planted(
+            "rms_norm_kernel",
+            "reads other weights for every row; all rows share one row of weights",
+            ("weight_ptr + column", "weight_ptr + row * columns + column"),
+        ),
+        _planted(
+            "rms_norm_kernel",
+            "squares in float16, where 300² is infinite",
+            (".to(tl.float32)", ""),
+            ("x * x", "(x * x).to(tl.float32)"),
+        ),
+        _planted(
+            "rms_norm_kernel",
+            "loads without a mask, so that memory after the row counts in the sum",
+            (", mask=inside, other=0.0", ""),
+        ),
+        _planted(
+            "rms_norm_kernel",
+            "subtracts the mean first, as LayerNorm does",
+            ("mean = ", "x = tl.where(inside, x - tl.sum(x, 0) / columns, 0.0)\n    mean = "),
+        ),
+        _planted(
+            "rms_norm_kernel",
             "loads x with a mask and without other, so that undefined lanes count in the sum",
-            LazyKernel(
-                "l08", "rms_norm_kernel", ("columns + column, mask=inside, other=0.0", "columns + column, mask=inside")
-            ),
-            "the result depends on masked lanes of",
+            ("columns + column, mask=inside, other=0.0", "columns + column, mask=inside"),
+            expected_message="the result depends on masked lanes of",
         ),
         *_slips("rms_norm_kernel", _l08_slips.RMS_NORM),
     ),
@@ -301,6 +373,7 @@ def _dequantise_cases() -> list[Case]:
         Case("five rows in tiles of four", (codes, scale, 4, 4)),
         Case("five rows in tiles of two", (codes, scale, 2, 4)),
         Case("six columns in a block of eight", (six, scale[:2], 2, 8)),
+        Case("three columns in a block of four, in tiles of two rows", (codes[:, :3], scale, 2, 4)),
         Case("large codes and a scale of 2", (torch.tensor([[127, -127, 100]]).to(torch.int8), scale[2:3], 1, 4)),
         Case(
             "scales in bfloat16: 101 · 0.3 has more digits than bfloat16 can hold",
@@ -343,19 +416,55 @@ _DEQUANTISE = Exercise(
         "tl.store(out_ptr + place, codes.to(tl.float32) * scale.to(tl.float32)[:, None], mask=inside)",
     ),
     wrong=(
-        _planted("uses one scale for the whole tensor", "dequantise_per_tensor"),
-        _planted("uses one scale for all rows of a tile", "dequantise_per_tile"),
-        _planted("indexes the scales by program and not by row", "dequantise_scale_of_program"),
-        _planted("divides by the scale", "dequantise_divides"),
-        _planted("uses a scale per column and not per row", "dequantise_scale_per_column"),
-        _planted("multiplies as int8, where 100 · 2 is -56", "dequantise_in_int8"),
-        _planted("reads the codes as unsigned, so -1 becomes 255", "dequantise_unsigned"),
-        _planted("masks columns and not rows", "dequantise_without_row_mask"),
-        _planted("masks rows and not columns", "dequantise_without_column_mask"),
-        _planted("handles the first tile in every program", "dequantise_first_tile"),
         _planted(
+            "dequantise_kernel",
+            "uses one scale for the whole tensor",
+            ("scale_ptr + row, mask=row < rows, other=0.0", "scale_ptr"),
+            ("scale.to(tl.float32)[:, None]", "scale.to(tl.float32)"),
+        ),
+        _planted(
+            "dequantise_kernel",
+            "uses one scale for all rows of a tile",
+            ("scale_ptr + row, mask=row < rows, other=0.0", "scale_ptr + tl.program_id(0) * ROWS"),
+            ("scale.to(tl.float32)[:, None]", "scale.to(tl.float32)"),
+        ),
+        _planted(
+            "dequantise_kernel",
+            "indexes the scales by program and not by row",
+            ("scale_ptr + row, mask=row < rows, other=0.0", "scale_ptr + tl.program_id(0)"),
+            ("scale.to(tl.float32)[:, None]", "scale.to(tl.float32)"),
+        ),
+        _planted(
+            "dequantise_kernel",
+            "divides by the scale",
+            ("codes.to(tl.float32) * scale", "codes.to(tl.float32) / scale"),
+        ),
+        _planted(
+            "dequantise_kernel",
+            "uses a scale per column and not per row",
+            ("scale_ptr + row, mask=row < rows", "scale_ptr + column, mask=column < rows"),
+            ("scale.to(tl.float32)[:, None]", "scale.to(tl.float32)[None, :]"),
+        ),
+        _planted(
+            "dequantise_kernel",
+            "multiplies as int8, where 100 · 2 is -56",
+            (
+                "codes.to(tl.float32) * scale.to(tl.float32)[:, None]",
+                "(codes * scale.to(tl.int8)[:, None]).to(tl.float32)",
+            ),
+        ),
+        _planted(
+            "dequantise_kernel",
+            "reads the codes as unsigned, so -1 becomes 255",
+            ("other=0)", "other=0).to(tl.int32) & 255"),
+        ),
+        _planted("dequantise_kernel", "masks columns and not rows", ("row < rows", "row >= 0")),
+        _planted("dequantise_kernel", "masks rows and not columns", ("column < columns", "column >= 0")),
+        _planted("dequantise_kernel", "handles the first tile in every program", ("tl.program_id(0) * ROWS + ", "")),
+        _planted(
+            "dequantise_kernel",
             "loads scales without a mask",
-            "dequantise_loads_without_mask",
+            ("scale_ptr + row, mask=row < rows, other=0.0", "scale_ptr + row"),
             expected_message="use mask=",
         ),
         *_slips("dequantise_kernel", _l08_slips.DEQUANTISE),

@@ -107,6 +107,7 @@ _RESIDUAL = Exercise(
 
 
 def _verify_cases() -> list[Case]:
+    below_one = 1 - 2**-24  # the largest uniform that the engine draws
     one = _rows([0.25, 0.25, 0.5], [0.5, 0.25, 0.25]), _rows([0.5, 0.125, 0.375])
     p = _rows([0.25, 0.25, 0.5, 0.0], [0.5, 0.25, 0.25, 0.0], [0.125, 0.125, 0.25, 0.5], [0.1, 0.2, 0.3, 0.4])
     q = _rows([0.5, 0.125, 0.375, 0.0], [0.25, 0.5, 0.0, 0.25], [0.5, 0.25, 0.125, 0.125])
@@ -125,6 +126,10 @@ def _verify_cases() -> list[Case]:
         Case("a draft that the target excludes, and u = 0", ([3], p[[1, 2]], q[1:2], [0.0, 0.3])),
         Case("two drafts, the first uniform high", ([1, 0], *two, [0.95, 0.1, 0.6])),
         Case("two drafts, both accepted with high uniforms", ([1, 2], *two, [0.9, 0.99, 0.05])),
+        Case(
+            "a draft rejected by rounding alone: p is q times 1 - 2^-22, and u is 1 - 2^-24",
+            ([0], one[0] * torch.tensor([[1 - 2**-22], [1.0]]), one[0][:1], [below_one, 0.9]),
+        ),
         Case(
             "temperature 0: the second draft is not the argmax",
             ([1, 2], torch.eye(4)[[1, 3, 0]], torch.eye(4)[[1, 2]], [0.9, 0.0, 0.5]),
@@ -162,6 +167,7 @@ _ROLLBACK = Exercise(
         Case("all of three accepted", ([11, 12, 21, 22, 23], [11, 12, 21, 22], 3, 3)),
         Case("three of four accepted", ([11, 21, 22, 23, 24], [11, 21, 22, 23], 4, 3)),
         Case("one draft, rejected", ([11, 12, 13, 21], [11, 12, 13], 1, 0)),
+        Case("a rejected draft repeats a token of the text", ([11, 12, 11, 21], [11, 12, 11], 2, 0)),
         Case("one draft, accepted", ([11, 12, 13, 21], [11, 12, 13], 1, 1)),
         Case(
             "one of five accepted, a longer text",

@@ -88,7 +88,7 @@ def _power(number: int) -> int:
 
 
 def _copy(d: Draw) -> Case:
-    rows, columns = d.int(2, 3), d.int(3, 7)
+    rows, columns = d.int(2, 3), d.int(5, 9)  # more than one block: no program may copy the block of another
     strides = columns + d.int(0, 3), columns + d.int(0, 3)
     return Case(f"{rows} rows of {columns}", (d.normal(rows, columns), *strides, d.one_of(2, 4)))
 
@@ -105,11 +105,11 @@ def _rms(d: Draw) -> Case:
 
 
 def _dequantise(d: Draw) -> Case:
-    rows, columns = d.int(2, 5), d.int(3, 7)
+    rows, columns = d.int(3, 5), d.one_of(3, 5, 6, 7)  # two tiles or more, and lanes beyond the columns
     codes, scale = d.integers(-127, 127, rows, columns, dtype=torch.int8), d.normal(rows).abs() + 0.01
     dtype = d.one_of(torch.float32, torch.bfloat16)
     label = f"{rows} rows of {columns}, scales in {str(dtype).removeprefix('torch.')}"
-    return Case(label, (codes, scale.to(dtype), d.one_of(1, 2, 4), _power(columns)))
+    return Case(label, (codes, scale.to(dtype), d.one_of(1, 2), _power(columns)))
 
 
 def _merge(d: Draw) -> Case:

@@ -29,8 +29,8 @@ def _chain(d: Draw) -> Case:
 
 
 def _rollback(d: Draw) -> Case:
-    text, drafts = list(range(11, 11 + d.int(1, 8))), d.int(1, 6)
-    proposed = list(range(21, 21 + drafts))
+    text, drafts = [d.int(1, 4) for _ in range(d.int(1, 8))], d.int(1, 6)  # few tokens, so that many repeat
+    proposed = [d.int(1, 4) for _ in range(drafts)]
     accepted = d.int(0, drafts)
     target, draft = [*text, *proposed], [*text, *proposed[:-1]]
     return Case(f"{accepted} of {drafts} accepted", (target, draft, drafts, accepted))

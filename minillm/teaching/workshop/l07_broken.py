@@ -33,7 +33,7 @@ class NoRoomCheck(Scheduler):
 
     def _admit(self, request: Request, budget: int) -> Scheduled | None:
         num_tokens = min(request.num_tokens, budget, self.pool.num_free * self.pool.block_size)
-        if not num_tokens or not self._reserve_slots(request, 0, num_tokens):
+        if not num_tokens or not self.kv_cache_manager.allocate_slots(request, 0, num_tokens):
             return None
         self.running.append(request)
         self.waiting.remove(request)
@@ -64,7 +64,7 @@ class KeepsCounter(Scheduler):
     def _admit(self, request: Request, budget: int) -> Scheduled | None:
         if not request.num_computed_tokens:
             return super()._admit(request, budget)
-        if not self._reserve_slots(request, 0, request.num_tokens):
+        if not self.kv_cache_manager.allocate_slots(request, 0, request.num_tokens):
             return None
         self.running.append(request)
         self.waiting.remove(request)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minillm import LLM, SamplingParams
-from minillm.llm_engine import Prompt
+from minillm.input_processor import Prompt
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPolicy, FixedDrafts
 from minillm.speculative.drafter import Draft, Drafter

@@ -13,13 +13,14 @@ from torch.nn import functional as F
 from minillm import LLM
 from minillm.batch import Segment
 from minillm.bench.speculation import slice_prompts
+from minillm.cache.snapkv import observed_mass
 from minillm.errors import LessonError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.draft_policy import FixedDrafts
 from minillm.speculative.drafter import DraftContext
 from minillm.speculative.self_drafter import SelfDrafter
-from minillm.speculative.self_sparse import OBSERVED_QUERIES, attention_mass, cached_keys
+from minillm.speculative.self_sparse import OBSERVED_QUERIES
 from minillm.teaching.latency import seconds_of
 from minillm.teaching.workshop.l11_drafting import DraftRun, run
 from minillm.trace import DraftProposed, TokensCommitted
@@ -89,11 +90,12 @@ def observed_attention(runner: ModelRunner, request: Request, queries: Tensor) -
     size, n, count = runner.block_size, request.num_tokens, queries.shape[1]
     table = torch.tensor(request.block_table).unsqueeze(1) * size
     slots = (table + torch.arange(size)).flatten()[:n]
-    found = torch.zeros(count, n)
+    found, config, rows = torch.zeros(count, n), runner.model.config, runner.cache.stored_rows()
+    assert rows is not None
     for layer, of_layer in enumerate(queries):
-        keys, window = cached_keys(runner.cache, layer, slots), runner.model.config.window(layer)
+        keys = rows.layer(layer, config.head_dim)[0][slots]
         for i in range(count):
-            mass = attention_mass(of_layer[i : i + 1], keys[: n - count + 1 + i], window)
+            mass = observed_mass(of_layer[i : i + 1], keys[: n - count + 1 + i], config.window(layer)).sum(0)
             found[i] += F.pad(mass, (0, n - len(mass)))
     return found
 

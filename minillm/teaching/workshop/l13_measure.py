@@ -20,7 +20,8 @@ from minillm.cache.base import KVCache
 from minillm.models.calibration import CalibrationTexts
 from minillm.models.causal import CausalAttention
 from minillm.models.decoder import Decoder
-from minillm.models.loading import load_config, load_model, resolve
+from minillm.models.hub import resolve
+from minillm.models.loading import load_config, load_model
 from minillm.runtime.runner import ModelRunner
 from minillm.tokenizer import Tokenizer
 

@@ -5,7 +5,6 @@ Like the line charts, one output holds an interactive plotly figure and an SVG o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, DISCARDED, HAIRLINE, INK, MUTED, ORANGE, PAPER
 from minillm.viz.draw.output import Chart
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS, card, element, fit_words, label, number, rectangle
+from minillm.viz.draw.ticks import round_step
 
 TOP, LINE, BAR = 84, 34, 18
 LEFT, END = 300, RIGHT - 96
@@ -151,8 +151,7 @@ def _line(bar: Bar, top: float, scale: float) -> str:
 
 
 def _ticks(most: float, scale: float, bottom: float) -> list[str]:
-    power = 10.0 ** math.floor(math.log10(most / 3))
-    step = next(power * m for m in (5, 2, 1) if most / (power * m) >= 3)
+    step = round_step(most, fewest=3)
     parts = [element("path", {"d": f"M{LEFT} {bottom}H{END}", "stroke": MUTED})]
     for i in range(int(most / step + 1e-9) + 1):
         x = LEFT + i * step * scale

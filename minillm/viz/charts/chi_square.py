@@ -97,7 +97,8 @@ class ChiSquare:
 class ChiSquarePanels(Picture):
     """A panel for each test: the expected count of every cell as a hollow bar, the observed one as a filled bar.
 
-    `cells` names the cells of all tests. A test with a p-value below `threshold` is refused.
+    `cells` names the cells of all tests. A test with a p-value below `threshold` is refused. Raises `ConfigError`
+    without tests, or for a test with another number of cells.
     """
 
     title: str
@@ -106,6 +107,8 @@ class ChiSquarePanels(Picture):
     threshold: float = 1e-6
 
     def __post_init__(self) -> None:
+        if not self.tests:
+            raise ConfigError("a picture of no tests shows nothing; give it at least one (name, ChiSquare)")
         for name, test in self.tests:
             if len(test.observed) != len(self.cells):
                 raise ConfigError(f"test {name!r} has {len(test.observed)} cells, the picture names {len(self.cells)}")

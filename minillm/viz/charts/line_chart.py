@@ -15,6 +15,7 @@ from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER, PURPLE, SKY
 from minillm.viz.draw.output import Chart
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS, card, element, label, number
+from minillm.viz.draw.ticks import one_two_five, round_step
 
 LEFT, TOP, PLOT_HEIGHT = 84, 104, 268
 LEGEND_LINE = 20
@@ -214,28 +215,17 @@ def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Sc
     if axis.log:
         ends = tuple(sorted({low, high}))
         low, high = low / 1.15, high * 1.15
-        ticks = tuple(t for t in _one_two_five(low, high) if low <= t <= high)
+        ticks = tuple(one_two_five(low, high))
         if len(ticks) < len(ends):  # the values lie between two round numbers
             ticks = ends
         return _Scale(lambda v: start + (end - start) * math.log(v / low) / math.log(high / low), axis.ticks or ticks)
     low, high = min(0.0, low), max(0.0, high)
-    step = _round_step((high - low) or 1.0)
+    step = round_step((high - low) or 1.0, fewest=4)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     last = max(first + 1, last)
     low, high = first * step, last * step
     ticks = axis.ticks or tuple(i * step for i in range(first, last + 1))
     return _Scale(lambda v: start + (end - start) * (v - low) / (high - low), ticks)
-
-
-def _round_step(span: float) -> float:
-    """1, 2 or 5 times a power of ten, so that the span has four to nine steps."""
-    power = 10.0 ** math.floor(math.log10(span / 4))
-    return next(power * m for m in (5, 2, 1) if span / (power * m) >= 4)
-
-
-def _one_two_five(low: float, high: float) -> list[float]:
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [m * 10.0**d for d in decades for m in (1, 2, 5)]
 
 
 def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minillm.errors import ConfigError
@@ -36,16 +36,17 @@ def quality_chart(outcome: Mapping[str, Any], kind: str) -> LineChart:
         f"{TITLES[kind]}: {outcome['config']['model']}, {outcome['config']['scored_tokens']} held-out tokens",
         Axis("bytes, as a share of float16"),
         Axis("mean KL to float32, nats per token", log=True),
-        [_series(name, rows) for name, rows in families.items()],
+        [kl_series(name, [1 / row["ratio"] for row in rows], rows) for name, rows in families.items()],
         _summary(lossy, [row["system"] for row in measured if row not in lossy]),
     )
 
 
-def _series(name: str, rows: list[Mapping[str, Any]]) -> Series:
+def kl_series(name: str, shares: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> Series:
+    """The mean KL of `rows` over their `shares` of the bytes, with standard errors."""
     found = [(row["quality"]["mean_kl"], row["quality"]["mean_kl_error"]) for row in rows]
     return Series(
         name,
-        [1 / row["ratio"] for row in rows],
+        shares,
         [mean for mean, _ in found],
         # The axis is logarithmic: a bar ends above 0.
         low=[max(mean - error, mean / 10) for mean, error in found],

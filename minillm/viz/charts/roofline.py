@@ -18,6 +18,7 @@ from minillm.viz.charts.line_chart import LEFT, PLOT_HEIGHT, SYMBOLS, TOP, Axis,
 from minillm.viz.draw.colours import INK, MUTED, PAPER
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, fit_words, label, number, words
+from minillm.viz.draw.ticks import one_two_five
 
 Source = Literal["measured", "modelled", "quoted"]
 LOOKS: dict[Source, str] = {
@@ -153,7 +154,7 @@ class Roofline(Picture):
         rates = [self.roof.attainable(low), self.roof.rate * 1.6, *(p.rate for p in self.points)]
         bottom, top = min(rates) / factor / 1.6, max(rates) / factor  # room for names below the lowest point
         across = _scale(Axis("", log=True, ticks=_powers_of_two(low, high)), [low, high], LEFT, END)
-        up = _scale(Axis("", log=True, ticks=_one_two_five(bottom, top)), [bottom, top], BOTTOM, TOP)
+        up = _scale(Axis("", log=True, ticks=_decimal_ticks(bottom, top)), [bottom, top], BOTTOM, TOP)
         return across, up
 
     def _roof_boxes(self, across: _Scale, up: _Scale, factor: float, count: int = 100) -> list[Box]:
@@ -343,11 +344,10 @@ def _powers_of_two(low: float, high: float) -> tuple[float, ...]:
     return tuple(2.0**e for e in range(first, last + 1, step))
 
 
-def _one_two_five(low: float, high: float) -> tuple[float, ...]:
+def _decimal_ticks(low: float, high: float) -> tuple[float, ...]:
     """1, 2, 5 times powers of ten from `low` to `high`; only powers of ten if those are more than 16."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [m * 10.0**d for d in decades for m in (1, 2, 5) if low <= m * 10.0**d <= high]
-    return tuple(ticks) if len(ticks) <= 16 else tuple(10.0**d for d in decades if low <= 10.0**d <= high)
+    ticks = one_two_five(low, high)
+    return tuple(ticks if len(ticks) <= 16 else [t for t in ticks if math.log10(t).is_integer()])
 
 
 def _check(name: str, source: str, numbers: dict[str, float]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from minillm.errors import ConfigError
 from minillm.viz.charts.line_chart import Axis, LineChart, Series
-from minillm.viz.charts.quality_chart import EXACT
+from minillm.viz.charts.quality_chart import EXACT, kl_series
 
 FRONT = "Pareto front"
 Point = tuple[float, float]
@@ -33,7 +33,7 @@ def zoo_chart(outcome: Mapping[str, Any]) -> LineChart:
         Axis("bytes of the prompt, as a share of float16 (squeezed: bytes read)"),
         Axis("mean KL to the plain cache, nats per token", log=True),
         [
-            *(_series(name, rows) for name, rows in techniques.items()),
+            *(kl_series(name, [row["share"] for row in rows], rows) for name, rows in techniques.items()),
             Series(FRONT, [x for x, _ in front], [y for _, y in front], style="modelled"),
         ],
         _summary(lossy, front),
@@ -47,15 +47,6 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
         if not front or point[1] < front[-1][1]:
             front.append(point)
     return front
-
-
-def _series(name: str, rows: Sequence[Mapping[str, Any]]) -> Series:
-    means = [row["quality"]["mean_kl"] for row in rows]
-    errors = [row["quality"]["mean_kl_error"] for row in rows]
-    # The axis is logarithmic: a bar ends above 0.
-    low = [max(mean - error, mean / 10) for mean, error in zip(means, errors, strict=True)]
-    high = [mean + error for mean, error in zip(means, errors, strict=True)]
-    return Series(name, [row["share"] for row in rows], means, low=low, high=high)
 
 
 def _summary(lossy: Sequence[Mapping[str, Any]], front: Sequence[Point]) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from uuid import uuid4
 
+from minillm.errors import ConfigError
+
 NARROW = 600
 """Pictures up to this width are placed side by side where the page has room for two."""
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -52,11 +54,14 @@ class Chart(Picture):
 def show(picture: Drawable, step: int | None = None) -> None:
     """Show a picture in the middle of a cell. `step`, for a view: show the frame after this step.
 
-    Raises `TraceError` if the trace of a view has no such step."""
+    Raises `ConfigError` for the step of a picture without steps, `TraceError` if the trace of a view has no such step.
+    """
     from IPython.display import display
 
     if step is None:
         display(picture)
+    elif not hasattr(picture, "steps_to_replay"):
+        raise ConfigError(f"step={step} of {picture!r}, which has no steps; only a view of a trace has: leave step out")
     else:
         svg = picture.to_svg(step=step)  # type: ignore[call-arg]
         display(output(repr(picture), [svg]), raw=True)

@@ -20,6 +20,8 @@ MIN_INTERVAL = 0.1
 """Seconds between frames: at most 10 frames a second."""
 MAX_BYTES_PER_SECOND = 500_000
 """A front end falls behind if it gets more than this, so the frame after one above 50 KB is delayed."""
+WAIT_PER_DRAWING = 4
+"""The engine waits while a frame is drawn, so the next one is not due until the engine has had 4 times as long."""
 
 
 class Handle(Protocol):
@@ -111,6 +113,7 @@ class LiveView:
         return output(name, [view.to_svg() for view in self.views], still=last)
 
     def _draw(self, *, last: bool) -> None:
+        started = self._clock()
         try:
             frame = self._frame(last=last)
             self._handle.update(frame, raw=True)
@@ -119,7 +122,8 @@ class LiveView:
             _warn(problem)
             return
         size = sum(len(part.encode()) for part in frame.values())
-        self._next_frame = self._clock() + max(MIN_INTERVAL, size / MAX_BYTES_PER_SECOND)
+        done = self._clock()
+        self._next_frame = done + max(MIN_INTERVAL, size / MAX_BYTES_PER_SECOND, WAIT_PER_DRAWING * (done - started))
 
 
 def _warn(problem: Exception) -> None:

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_FRAMES = 240
-"""The most frames that are drawn; drawing each step of a long run would take too long."""
+"""The most frames that are drawn."""
+MAX_SECONDS = 5.0
+"""After the first pass, no more frames are drawn if that would take longer than this in all."""
+STRIDES = (32, 16, 8, 4, 2, 1)
+"""First every 32nd frame is drawn, then those halfway between, and so on: they are evenly spaced whenever it ends."""
 MAX_BYTES = 500_000
 """Limit for all packed frames: they are sent to the browser at once, so that scrubbing needs no kernel."""
 MAX_TEXT = 2_000

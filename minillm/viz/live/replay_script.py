@@ -1,13 +1,21 @@
 """The JavaScript and CSS of `ReplayWidget`.
 
-The script is a function of the element with the still picture and of the recording; it replaces the picture by the
-player. All frames are in the recording, so scrubbing needs no kernel.
+The script is a function of the name of its place, the element with the still picture, and of the recording; it
+replaces the picture by the player. All frames are in the recording, so scrubbing needs no kernel.
+
+JupyterLab runs a script where it is. VS Code runs a copy at the end of the whole output, and the classic notebook one
+in the head of the page, so there the place is found by its name. A place that has its player has no script any more:
+one output may be shown several times.
 """
 
 from __future__ import annotations
 
 SCRIPT = r"""
-(place, recording) => {
+(name, recording) => {
+  const selector = `[data-replay="${name}"]`;
+  const place = document.currentScript.closest(selector)
+    || [...document.querySelectorAll(selector)].find(found => found.querySelector("script"));
+  if (!place) return;  // the still picture stays
   const SPEEDS = [0.5, 1, 2, 4, 8];
 
   function make(tag, attributes, ...children) {
@@ -27,7 +35,7 @@ SCRIPT = r"""
   const unpack = ({parts, runs}, index) =>
     runs[index].map(([first, count]) => parts.slice(first, first + count).join("")).join("");
 
-  const { name, steps } = recording, last = steps.length - 1;
+  const steps = recording.steps, last = steps.length - 1;
   const speeds = [...new Set([...SPEEDS, recording.speed])].sort((a, b) => a - b);
   let shown = -1, timer = null, describing = false;
 
@@ -51,7 +59,7 @@ SCRIPT = r"""
   // In command mode the arrow keys are JupyterLab's: newer ones ask for handled events, older ones for the attribute.
   const root = make("div", {class: "minillm-replay", role: "group", tabindex: "0", "data-testid": "replay",
     "data-lm-suppress-shortcuts": "true",
-    "aria-label": `Replay of ${name}. Arrow keys step, Space plays and pauses, Home and End jump.`},
+    "aria-label": `Replay of ${recording.name}. Arrow keys step, Space plays and pauses, Home and End jump.`},
     bar, note, stage, words);
   speed.value = String(recording.speed);
 

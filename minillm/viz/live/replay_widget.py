@@ -8,6 +8,8 @@ untrusted notebook), the picture of the most informative step is shown instead.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +17,7 @@ from minillm.errors import ConfigError
 from minillm.viz.draw.glyphs import ELLIPSIS, PLACEHOLDER
 from minillm.viz.draw.output import as_html, place, stack
 from minillm.viz.draw.view import View
-from minillm.viz.live.replay_frames import MAX_BYTES, MAX_FRAMES, MAX_TEXT, pack, spread
+from minillm.viz.live.replay_frames import MAX_BYTES, MAX_FRAMES, MAX_SECONDS, MAX_TEXT, STRIDES, pack, spread
 from minillm.viz.live.replay_script import SCRIPT, STYLE
 
 
@@ -24,12 +26,12 @@ class ReplayWidget:
 
         ReplayWidget(CachePagesView(trace))
 
-    If the frames of all steps are too many or too large, it shows evenly spaced steps, including the first and the
-    last, and a note says so. If the texts are too large, long ones are shortened in the middle. `speed` is in frames
-    per second; `seconds` sets it so that the whole run takes about that long. It opens at the most informative step.
-    With `autoplay` it plays from the first step as soon as it is in view, unless the reader's system asks for reduced
-    motion. Raises `ConfigError` without a view, for views of different traces, for a speed that is not above 0 and at
-    most 30, for `seconds` that are not 1 to 600, or if no step has finished.
+    If the frames of all steps are too many or too large, or take too long to draw, it shows evenly spaced steps,
+    including the first and the last, and a note says so. If the texts are too large, long ones are shortened in the
+    middle. `speed` is in frames per second; `seconds` sets it so that the whole run takes about that long. It opens at
+    the most informative step. With `autoplay` it plays from the first step as soon as it is in view, unless the
+    reader's system asks for reduced motion. Raises `ConfigError` without a view, for views of different traces, for a
+    speed that is not above 0 and at most 30, for `seconds` that are not 1 to 600, or if no step has finished.
     """
 
     def __init__(self, *views: View, speed: float = 2.0, seconds: float | None = None, autoplay: bool = False) -> None:
@@ -38,8 +40,8 @@ class ReplayWidget:
         if not every:
             raise ConfigError("there is nothing to replay: no step of the trace has finished; record it first")
         self.views, self.autoplay = list(views), autoplay
-        self.steps = _fitting(self.views, every)
-        self.frames = [_frame(self.views, step) for step in self.steps]
+        frames = draw_fitting(lambda step: _frame(self.views, step), every)
+        self.steps, self.frames = [step for step, _ in frames], [frame for _, frame in frames]
         self.texts = _texts(self.views, self.steps)
         fewer = len(self.steps) < len(every)
         self.note = f"{len(self.steps)} of {len(every)} steps, evenly spread" if fewer else ""
@@ -53,10 +55,13 @@ class ReplayWidget:
     @property
     def start(self) -> int:
         """Index of the frame it opens with: the last one that is not after the most informative step."""
-        telling = next(
-            (step for view in self.views if (step := view.most_informative_step()) is not None), self.steps[-1]
-        )
-        return max((i for i, step in enumerate(self.steps) if step <= telling), default=0)
+        return max((i for i, step in enumerate(self.steps) if step <= self.telling), default=0)
+
+    @property
+    def telling(self) -> int:
+        """The most informative step, which the still picture shows on any machine, quick or slow."""
+        found = (view.most_informative_step() for view in self.views)
+        return next((step for step in found if step is not None), self.steps[-1])
 
     def __repr__(self) -> str:
         # Constant, so that a notebook's saved output equals that of a fresh run.
@@ -64,8 +69,7 @@ class ReplayWidget:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         name = str(uuid4())
-        step = self.steps[self.start]
-        still = [place(view.to_svg(step), f"{name}-{i}") for i, view in enumerate(self.views)]
+        still = [place(view.to_svg(self.telling), f"{name}-{i}") for i, view in enumerate(self.views)]
         frames, texts = pack(self.frames), pack(self.texts)
         data = {
             "name": self.name,
@@ -80,8 +84,9 @@ class ReplayWidget:
         recording = (
             json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
         )
-        script = f"<script>({SCRIPT.strip()})(document.currentScript.parentElement, {recording});</script>"
-        html = f'<div class="minillm-replay-place"><style>{STYLE}</style>{as_html(still)}{script}</div>'
+        script = f'<script>({SCRIPT.strip()})("{name}", {recording});</script>'
+        contents = f"<style>{STYLE}</style>{as_html(still)}{script}"
+        html = f'<div class="minillm-replay-place" data-replay="{name}">{contents}</div>'
         return {"text/plain": repr(self), "text/html": html, "image/svg+xml": stack(still)}
 
 
@@ -116,12 +121,22 @@ def _texts(views: list[View], steps: list[int]) -> list[str]:
     return [text if len(text) <= MAX_TEXT else f"{text[:half]} {ELLIPSIS} {text[-half:]}" for text in texts]
 
 
-def _fitting(views: list[View], every: list[int]) -> list[int]:
-    """The steps to show: as many as fit, evenly spaced."""
+def draw_fitting(
+    draw: Callable[[int], str], every: Sequence[int], clock: Callable[[], float] = time.monotonic
+) -> list[tuple[int, str]]:
+    """Steps and their frames: as many as fit and are soon drawn, evenly spaced, with the first and the last of `every`.
+
+    Each is drawn once."""
     steps = spread(every, MAX_FRAMES)
-    while len(steps) > 2:
-        size = pack([_frame(views, step) for step in steps]).num_bytes
-        if size <= MAX_BYTES:
+    last = len(steps) - 1
+    frames: dict[int, str] = {}
+    started = clock()
+    for stride in STRIDES:
+        new = [place for place in sorted({*range(0, last, stride), last}) if place not in frames]
+        if frames and (clock() - started) * (1 + len(new) / len(frames)) > MAX_SECONDS:
             break
-        steps = spread(every, max(2, min(len(steps) - 1, int(len(steps) * MAX_BYTES / size))))
-    return steps
+        frames |= {place: draw(steps[place]) for place in new}
+    shown = sorted(frames)
+    while len(shown) > 2 and (size := pack([frames[place] for place in shown]).num_bytes) > MAX_BYTES:
+        shown = spread(shown, max(2, min(len(shown) - 1, int(len(shown) * MAX_BYTES / size))))
+    return [(steps[place], frames[place]) for place in shown]

@@ -26,6 +26,8 @@ from minillm.viz.pages.pool_usage import SIDE
 
 MAX_ROWS = 12
 ROWS_TOP = 112
+FADED = 0.45
+"""How strongly a request that has finished has its colour; its text stays readable."""
 TABLE = 424
 """Left edge of the block tables."""
 
@@ -57,24 +59,24 @@ def draw_requests(requests: Sequence[RequestState], hidden: int, tokens_name: st
     return heads + rows + more
 
 
-def draw_chip(index: int, top: float) -> str:
+def draw_chip(index: int, top: float, faded: bool = False) -> str:
     """The letter of request number `index` (from 0) on its colour, at the left margin."""
     colour, name = owner_colour(index), owner_letter(index)
-    box = rectangle(MARGIN, top, 22, 22, 5, {"fill": colour})
-    size = 13 if len(name) == 1 else 10.5
-    return box + label(35, top + 15.5, name, size=size, weight=700, fill=ink_on(colour), anchor="middle")
+    box = rectangle(MARGIN, top, 22, 22, 5, {"fill": colour, "fill-opacity": FADED if faded else None})
+    size, ink = 13 if len(name) == 1 else 10.5, INK if faded else ink_on(colour)
+    return box + label(35, top + 15.5, name, size=size, weight=700, fill=ink, anchor="middle")
 
 
 def _row(request: RequestState, name: str, top: float) -> str:
-    faded = 0.45 if request.status == "finished" else None
-    base = top + 15.5
-    cached = "–" if request.status == "finished" else f"{request.num_computed} of {request.num_tokens}"
+    ended = request.status == "finished"
+    base, ink = top + 15.5, MUTED if ended else None
+    cached = "–" if ended else f"{request.num_computed} of {request.num_tokens}"
     count = label(262, base, cached, size=None, anchor="end")
     status = label(274, base, request_work(request), size=None, fill=None if request.marks.written else MUTED)
     prompt = label(56, base, fit_mono(name, 132, 11.5), size=None, fill=None)
-    mono = element("g", {"font-family": MONO}, prompt, draw_table(request, top))
-    row = {"data-testid": "request", "data-state": request.status, "font-size": 11.5, "opacity": faded}
-    return element("g", row, draw_chip(request.index, top), count, status, mono)
+    mono = element("g", {"font-family": MONO, "fill": ink}, prompt, draw_table(request, top))
+    row = {"data-testid": "request", "data-state": request.status, "font-size": 11.5}
+    return element("g", row, draw_chip(request.index, top, ended), count, status, mono)
 
 
 def draw_table(request: RequestState, top: float, left: float = TABLE, right: float = SIDE - 20) -> str:
@@ -93,11 +95,13 @@ def draw_table(request: RequestState, top: float, left: float = TABLE, right: fl
     new = set() if gone else {str(block_id) for block_id in fresh}
     reused = set(map(str, request.marks.reused_blocks)) - new
     places = [(left + i * (width + 4), name) for i, name in enumerate(blocks) if name != "…"]
-    tint = {"fill": colour, "fill-opacity": 0.0 if gone else 0.13, "stroke-linejoin": "round"}
-    tint |= {"stroke-dasharray": "3 2.5"} if gone else {}
+    faded = FADED if request.status == "finished" else None
+    light = {"fill": colour, "fill-opacity": 0.0 if gone else 0.13, "stroke-linejoin": "round"}
+    light |= {"stroke-dasharray": "3 2.5"} if gone else {}
+    plain = {**light, "stroke": colour, "stroke-width": 1.5, "stroke-opacity": faded}
     looks: tuple[tuple[Attributes, list[float]], ...] = (
-        ({**tint, "stroke": colour, "stroke-width": 1.5}, [x for x, name in places if name not in new | reused]),
-        ({**tint, "stroke": INK, "stroke-width": 2}, [x for x, name in places if name in reused]),
+        (plain, [x for x, name in places if name not in new | reused]),
+        ({**light, "stroke": INK, "stroke-width": 2}, [x for x, name in places if name in reused]),
         ({"fill": INK, "stroke": INK, "stroke-width": 2}, [x for x, name in places if name in new]),
     )
     boxes = [

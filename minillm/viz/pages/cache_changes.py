@@ -7,13 +7,9 @@ from collections.abc import Callable
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
 from minillm.viz.draw.colours import owner_letter
+from minillm.viz.draw.plural import plural
 
 Clause = Callable[[list[RequestState]], str]
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 block`, `2 blocks`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def letter(request: RequestState) -> str:

@@ -8,10 +8,11 @@ from minillm.trace import Trace
 from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
 from minillm.viz.draw.colours import CACHED, INK, VERMILLION
+from minillm.viz.draw.plural import plural
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, hatch, heading, paragraph, spans
 from minillm.viz.draw.view import View
 from minillm.viz.pages.block_tables import ROWS_TOP, draw_requests, row_pitch, rows_to_show
-from minillm.viz.pages.cache_changes import changes, plural
+from minillm.viz.pages.cache_changes import changes
 from minillm.viz.pages.cache_words import describe, pool_size, title, unit
 from minillm.viz.pages.narrow_pages import draw_narrow
 from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw, not_drawn

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
 from minillm.viz.draw.glyphs import beginning
-from minillm.viz.pages.cache_changes import changes, letter, plural
+from minillm.viz.draw.plural import plural
+from minillm.viz.pages.cache_changes import changes, letter
 
 PROMPT = 60
 """Characters of a prompt that a description shows."""
@@ -36,7 +37,7 @@ def request_work(request: RequestState) -> str:
     marks = request.marks
     if marks.reused and request.status != "finished":
         return f"{marks.reused} reused, {len(marks.written)} computed"
-    if request.status == "prefill" and request.num_output_tokens > 1:  # after a preemption
+    if request.is_recomputed:
         return f"recompute {request.num_computed} of {request.num_tokens}"
     if request.status == "prefill":
         return f"prefill {min(request.num_computed, request.num_tokens)} of {request.num_prompt_tokens}"

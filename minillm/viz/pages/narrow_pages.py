@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
 from minillm.viz.draw.colours import CACHED, INK, MUTED, VERMILLION
+from minillm.viz.draw.plural import plural
 from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import (
     MARGIN,
@@ -22,7 +23,7 @@ from minillm.viz.draw.svg import (
     spans,
 )
 from minillm.viz.pages.block_tables import draw_chip, draw_table, rows_to_show
-from minillm.viz.pages.cache_changes import changes, plural
+from minillm.viz.pages.cache_changes import changes
 from minillm.viz.pages.cache_words import describe, request_work, title, unit
 from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw, not_drawn
 from minillm.viz.pages.page_legend import draw_legend, kinds_in
@@ -46,7 +47,8 @@ def draw_narrow(state: CacheState) -> str:
     pages = [state.page(block_id) for block_id in drawn]
     grid = PageGrid(pages, state.block_size or 1, indices, grid_top, narrow=True)
     kinds = kinds_in(pages) | usage_kinds(state)
-    legend, legend_height = draw_legend(kinds, grid_top + grid.height + 8, state.keeps_every_token, RIGHT)
+    legend_top = grid_top + grid.height + 8
+    legend, legend_height = draw_legend(kinds, legend_top, state.keeps_every_token, RIGHT, grid.two_owners)
     # At least three lines of legend, so that the height of the card is constant as signs come and go.
     history_top = grid_top + grid.height + max(legend_height, LEGEND_HEIGHT) + 46
     name = "places, one per request" if state.whole_sequences else "physical pages, one per block"
@@ -106,7 +108,7 @@ def _row(request: RequestState, name: str, top: float) -> str:
     cached = "–" if ended else f"{request.num_computed} of {request.num_tokens}"
     ink = MUTED if ended else INK
     parts = [
-        draw_chip(request.index, top),
+        draw_chip(request.index, top, ended),
         label(54, base, fit_mono(name, 78, 11), size=11, fill=ink, family=MONO),
         label(COUNT, base, cached, size=11.5, anchor="end"),
         element("g", {"font-family": MONO, "font-size": 11.5, "fill": ink}, draw_table(request, top, TABLE, RIGHT)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from minillm.trace.cache_state import CacheState
 from minillm.trace.page import Page, SlotState
@@ -22,7 +22,7 @@ MAX_PAGES = 256
 FINE_TINT, COARSE_TINT = 0.1, 0.26
 """How strongly a page has the colour of its owner, where slots are drawn and where they are too many."""
 ONE_LETTER = 20.0
-"""A dense page that is narrower has room for one letter."""
+"""A dense page that is narrower has room for one letter or, if it is shared, for the number of its owners."""
 MAX_STRIPES = 6
 """The most owners whose colours the outline of a shared page shows; the number of owners is written out."""
 
@@ -31,9 +31,9 @@ def blocks_to_draw(state: CacheState) -> list[int]:
     """The ids of the blocks to draw: all if there are few; else first owned ones, then just freed, cached, free."""
     if state.num_blocks <= MAX_PAGES:
         return list(range(state.num_blocks))
-    groups = state.owners, state.freed, state.in_prefix_cache, range(state.num_blocks)
-    ranked = dict.fromkeys(block_id for group in groups for block_id in sorted(group))
-    return sorted(islice(ranked, MAX_PAGES))
+    first = dict.fromkeys(chain(sorted(state.owners), sorted(state.freed), sorted(state.in_prefix_cache)))
+    others = (block_id for block_id in range(state.num_blocks) if block_id not in first)
+    return sorted(islice(chain(first, others), MAX_PAGES))
 
 
 def not_drawn(state: CacheState, drawn: Sequence[int], right: float, y: float) -> str:
@@ -60,6 +60,11 @@ class PageGrid:
     def height(self) -> float:
         """Height of the grid."""
         return self.geometry.height(len(self.pages))
+
+    @property
+    def two_owners(self) -> str:
+        """How a page says that two requests own it."""
+        return "2" if self.geometry.page_width < ONE_LETTER else "×2"
 
     def draw(self) -> str:
         """The SVG: all pages, then all slots, then all text."""
@@ -145,7 +150,7 @@ class PageGrid:
             return left
         names = self._names(page, shown=2 if g.page_width == LARGE else 1)
         gone = page.state in ("freed", "cached")
-        look = {"font-weight": 700, "text-anchor": "end", "fill": DISCARDED if gone else None, **_halo(page)}
+        look = {"font-weight": 700, "text-anchor": "end", "fill": MUTED if gone else None, **_halo(page)}
         return left + element("text", {"x": x + g.page_width - g.pad + 1, "y": base, **look}, names)
 
     def _names(self, page: Page, shown: int) -> str:
@@ -169,17 +174,20 @@ class PageGrid:
         return "".join(written)
 
     def _letters(self) -> str:
-        """The owners' letters: one text element per row, with a position for each character."""
+        """The owners' letters, or their number: one text element per row, with a position for each character."""
         rows: dict[float, list[tuple[str, str]]] = defaultdict(list)
         for place, page in enumerate(self.pages):
             x, y = self.geometry.corner(place)
             name = owner_letter(self.indices[page.owners[0]]) if page.owners else ""
+            left, advance = x + 3, 7.0
             if self.geometry.page_width < ONE_LETTER:
-                name = name if len(name) == 1 else ""  # half a name would be another request's
+                # Half a name would be another request's.
+                name = str(len(page.owners)) if page.state == "shared" else name if len(name) == 1 else ""
+                left, advance = (left, 7.0) if len(name) < 2 else (x + 0.3, 5.2)
             elif page.state == "shared":
                 name += f"×{len(page.owners)}"
-            advance = 7.0 if len(name) < 4 else 5.5
-            rows[y + 9] += [(sign, number(x + 3 + advance * i)) for i, sign in enumerate(name)]
+                advance = 7.0 if len(name) < 4 else 5.5
+            rows[y + 9] += [(sign, number(left + advance * i)) for i, sign in enumerate(name)]
         texts = [
             element("text", {"x": " ".join(x for _, x in signs), "y": y}, "".join(sign for sign, _ in signs))
             for y, signs in rows.items()

@@ -21,14 +21,14 @@ SWATCHES: dict[str, tuple[str, Attributes]] = {
     "findable": ("full, in the prefix cache", {"fill": hatched("cached")}),
     "evicted": ("evicted this step", {"fill": hatched("void")}),
     "reused": ("reused, not computed", {"fill": "none", "stroke": INK, "stroke-width": 1.8}),
-    "shared": ("shared, ×2: two owners", {"fill": PAPER, "stroke": BLUE, "stroke-width": 3}),
+    "shared": ("shared", {"fill": PAPER, "stroke": BLUE, "stroke-width": 3}),
     "copied": ("copied before writing", {}),
 }
 
 
 def kinds_in(pages: Sequence[Page]) -> set[str]:
     """The keys of `SWATCHES` that `pages` need."""
-    present = {slot for page in pages for slot in set(page.slots)} | {page.state for page in pages}
+    present = {slot for page in pages for slot, _ in page.slots} | {page.state for page in pages}
     present |= {"findable" for page in pages if page.in_prefix_cache and page.state != "cached"}
     present |= {name for page in pages for name in ("evicted", "reused") if getattr(page, name)}
     present |= {"copied" for page in pages if page.copied_from is not None}
@@ -37,14 +37,18 @@ def kinds_in(pages: Sequence[Page]) -> set[str]:
     return present
 
 
-def draw_legend(kinds: Collection[str], top: float, wasted: bool, right: float = RIGHT) -> tuple[str, float]:
+def draw_legend(
+    kinds: Collection[str], top: float, wasted: bool, right: float = RIGHT, two_owners: str = "×2"
+) -> tuple[str, float]:
     """The legend from `top` down and to the left of `right`, and its height. `kinds`: keys of `SWATCHES`; `wasted`:
-    empty slots are waste."""
+    empty slots are waste; `two_owners`: the sign of a page with two owners."""
     parts, x, y = [], float(MARGIN), top
     for kind in (kind for kind in SWATCHES if kind in kinds):
         text, look = SWATCHES[kind]
         if kind == "empty" and wasted:
             text += " (waste)"
+        if kind == "shared":
+            text += f", {two_owners}: two owners"
         width = 20 + len(text) * 6.3
         if x + width > right:
             x, y = float(MARGIN), y + LINE

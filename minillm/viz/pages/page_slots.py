@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from minillm.trace.page import SlotState
 from minillm.viz.draw.colours import INK, PAPER, VERMILLION
@@ -29,15 +28,18 @@ class Run:
     length: int
 
 
-def runs_of(slots: Sequence[SlotState], place: int, columns: int) -> Iterator[tuple[SlotState, Run]]:
-    """The runs of equal slots of one page, without free and cached slots, which the page itself shows."""
-    for first in range(0, len(slots), columns):
-        column = 0
-        for state, run in groupby(slots[first : first + columns]):
-            length = len(list(run))
-            if state not in ("free", "cached"):
-                yield state, Run(place, first // columns, column, length)
-            column += length
+def runs_of(slots: Sequence[tuple[SlotState, int]], place: int, columns: int) -> Iterator[tuple[SlotState, Run]]:
+    """The runs of equal slots of one page (see `Page`), each within one row of the page; without free and cached slots,
+    which the page itself shows."""
+    first = 0
+    for state, count in slots:
+        end = first + count
+        while first < end and state not in ("free", "cached"):
+            row, column = divmod(first, columns)
+            length = min(end - first, columns - column)
+            yield state, Run(place, row, column, length)
+            first += length
+        first = end
 
 
 def draw_runs(state: SlotState, runs: Sequence[Run], colour: str, geometry: Geometry, *, fine: bool) -> str:

@@ -7,10 +7,9 @@ tokens that may never come.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from minillm.trace.page import Page, SlotState
-from minillm.viz.draw.colours import DISCARDED, FAINT, HAIRLINE, INK, PAPER, VERMILLION, owner_colour, owner_letter
+from minillm.viz.draw.colours import FAINT, HAIRLINE, INK, MUTED, PAPER, VERMILLION, owner_colour, owner_letter
 from minillm.viz.draw.svg import MARGIN, MONO, RIGHT, Attributes, element, hatched, label, rectangle
 
 
@@ -42,15 +41,14 @@ class SequenceBars:
         box = rectangle(left, y, width, high, 2, {**about, **gone, "fill": FAINT, "stroke": colour})
         name = label(x + 26, y + high - 2, str(page.block_id), size=None, anchor="end", family=MONO)
         letter = owner_letter(self.indices[page.owners[0]]) if page.owners else ""
-        fill = DISCARDED if page.state == "freed" else INK
+        fill = MUTED if page.state == "freed" else INK
         owner = label(x + 38, y + high - 2, letter, size=None, weight=700, fill=fill, anchor="middle") if letter else ""
         return box + self._slots(page, left, y, width, high, colour) + name + owner
 
     def _slots(self, page: Page, left: float, top: float, width: float, high: float, colour: str) -> str:
         parts: dict[bool, list[str]] = {True: [], False: []}
         first = 0
-        for state, run in groupby(page.slots):
-            length = len(list(run))
+        for state, length in page.slots:
             if state not in ("free", "cached"):
                 about = {"data-testid": "slots", "data-state": state, "data-count": length}
                 # A single new token in a long context must still be visible.

@@ -8,20 +8,19 @@ from minillm.errors import TraceError
 from minillm.trace import Trace
 from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Round
 from minillm.trace.replay import Replay
-from minillm.viz.draw.colours import FAINT, GREEN, HAIRLINE, INK, MUTED, ink_on, owner_colour, owner_letter
+from minillm.viz.draw.colours import HAIRLINE, INK, ink_on, owner_colour, owner_letter
+from minillm.viz.draw.plural import plural
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, heading, label, rectangle, spans
-from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text, style
+from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text
 from minillm.viz.draw.view import View
-from minillm.viz.pages.cache_changes import plural
 from minillm.viz.speculation.acceptance_words import describe, round_words
 from minillm.viz.speculation.narrow_rounds import draw_narrow
 from minillm.viz.speculation.round_tokens import (
-    COLOURS,
     MORE,
-    SIGNS,
-    THROWN_AWAY,
+    draw_legend,
     draw_more,
     draw_place,
+    draw_share,
     draw_token,
     num_columns,
 )
@@ -103,7 +102,8 @@ class AcceptanceStrip(View):
             *(_row(judged, first + i + 1, ROWS_TOP + i * ROW, columns) for i, judged in enumerate(shown)),
             "" if shown else _nothing(gamma),
             _bars(request, columns, bars_top),
-            _legend(legend),
+            element("path", {"d": f"M{MARGIN} {legend - 14}H{RIGHT}", "stroke": HAIRLINE}),
+            draw_legend(legend + 8, RIGHT),
             *text,
         )
 
@@ -192,30 +192,14 @@ def _bars(request: RequestAcceptance | None, columns: Columns, top: float) -> st
     """Below each position, the share of its drafts that were accepted; beside them, the arithmetic of the headline."""
     head = label(MARGIN, top + BAR / 2 - 2, "ACCEPTED", size=9.5, weight=600)
     head += label(MARGIN, top + BAR / 2 + 12, "AT", size=9.5, weight=600)
-    positions = request.accepted_by_position()[: columns.count] if request else []
-    bars = [_bar(columns.left(i), top, columns.width, i + 1, *counts) for i, counts in enumerate(positions)]
-    empty = [_track(columns.left(i), top, columns.width) for i in range(len(positions), columns.count)]
+    positions = request.accepted_by_position() if request else []
+    bars = [
+        draw_share(columns.left(i), top, columns.width, BAR, i + 1, positions[i] if i < len(positions) else None)
+        for i in range(columns.count)
+    ]
     more = f"+{columns.more}" if columns.more else ""
     head += label(columns.left(columns.count), top + BAR + 15, more, size=11.5) if more else ""
-    return head + "".join(bars + empty) + (_sum(request, columns, top) if request and request.rounds else "")
-
-
-def _track(x: float, top: float, width: float) -> str:
-    return rectangle(x, top, width, BAR, 4, {"fill": FAINT})
-
-
-def _bar(x: float, top: float, width: float, position: int, accepted: int, judged: int) -> str:
-    height, share = BAR * accepted / judged, f"{accepted / judged:.0%}"
-    bar = rectangle(x, top + BAR - height, width, height, 4, {"fill": GREEN, "fill-opacity": 0.8})
-    size, middle = (12 if width >= 36 else 9), x + width / 2
-    inside = height > 18
-    base = top + BAR - height + 14 if inside else top + BAR - height - 5
-    ink = {"size": size, "weight": 700, "anchor": "middle", "fill": INK}
-    of = f"{position}  ({accepted} of {judged})" if width >= 100 else str(position)
-    share = label(middle, base, share if width >= 28 else share[:-1], **ink)
-    under = label(middle, top + BAR + 15, of, size=11.5, anchor="middle")
-    about = {"data-testid": "position", "data-accepted": accepted, "data-judged": judged}
-    return element("g", about, _track(x, top, width), bar, share, under)
+    return head + "".join(bars) + (_sum(request, columns, top) if request and request.rounds else "")
 
 
 def _sum(request: RequestAcceptance, columns: Columns, top: float) -> str:
@@ -230,24 +214,6 @@ def _sum(request: RequestAcceptance, columns: Columns, top: float) -> str:
         spans(columns.target, top + 13 + 19 * i, (plain, {"fill": INK}), (bold, {"font-weight": 700, "fill": INK}))
         for i, (plain, bold) in enumerate(lines)
     )
-
-
-def _legend(top: float) -> str:
-    entries = (
-        ("accepted", "accepted"),
-        ("rejected", "rejected"),
-        ("discarded", "discarded"),
-        ("recovered", "recovered from the residual"),
-        ("bonus", "bonus: all drafts were right"),
-    )
-    line = element("path", {"d": f"M{MARGIN} {top - 14}H{RIGHT}", "stroke": HAIRLINE})
-    parts, x = [line], float(MARGIN)
-    for state, text in entries:
-        parts.append(label(x, top + 8, SIGNS[state], size=13, weight=700, fill=COLOURS[state]))
-        look = style(state) if state not in THROWN_AWAY else {"fill": MUTED}
-        parts.append(spans(x + 18, top + 8, (text, look), size=12))
-        x += 18 + len(text) * 6.9 + 24
-    return element("g", {"data-testid": "legend"}, *parts)
 
 
 def _text(request: RequestAcceptance | None, top: float) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minillm.trace.acceptance_state import Acceptance, AcceptanceState, RequestAcceptance, Round
 from minillm.viz.draw.colours import owner_letter
 from minillm.viz.draw.glyphs import visible
-from minillm.viz.pages.cache_changes import plural
+from minillm.viz.draw.plural import plural
 
 
 def round_words(judged: Round) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from minillm.errors import TraceError
 from minillm.trace import DraftsPlanned, RequestAdded, Trace
 from minillm.viz.draw.colours import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, owner_letter
 from minillm.viz.draw.glyphs import shorten, visible
 from minillm.viz.draw.output import Picture
+from minillm.viz.draw.plural import plural
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, heading, label, number, rectangle, spans
 
 MAX_REQUESTS, MAX_POSITIONS = 8, 8
@@ -30,7 +32,7 @@ class DraftDecision(Picture):
     """The trace that the event is from. With it, requests have the letters of the other pictures, else their ids."""
 
     def __post_init__(self) -> None:
-        if not self.event.speedups or not self.event.survival:
+        if not self.event.speedups or not any(self.event.survival):
             raise TraceError("this DraftsPlanned event has no survival or no speedups; there is nothing to draw")
 
     @property
@@ -49,12 +51,13 @@ class DraftDecision(Picture):
         speedups = self.event.speedups
         best, most = self.best, f"{speedups[self.best]:.2f}× plain decoding"
         if self.chosen == best and best:
-            return f"{_drafts(best)}: the most tokens per second, predicted {most}"
+            return f"{plural(best, 'draft')}: the most tokens per second, predicted {most}"
         if not self.chosen and not best:
             return "no drafts: every number of drafts is predicted to be slower than plain decoding"
         if not self.chosen:
-            return f"no drafts: {_drafts(best)} would give {most}, a gain too small to count on"
-        return f"{_drafts(self.chosen)} as a trial or for a request with its own seed; the fastest number is {best}"
+            return f"no drafts: {plural(best, 'draft')} would give {most}, a gain too small to count on"
+        chosen = plural(self.chosen, "draft")
+        return f"{chosen} as a trial or for a request with its own seed; the fastest number is {best}"
 
     def to_svg(self) -> str:
         """The picture. A filled cell with a tick is a draft that was chosen."""
@@ -88,8 +91,9 @@ class DraftDecision(Picture):
 
     @cached_property
     def _names(self) -> list[str]:
-        """How each request is called."""
-        added = self.trace.of(RequestAdded) if self.trace is not None else []
+        """How each request is called. An id may be used again after the decision."""
+        before = takewhile(lambda event: event is not self.event, self.trace or ())
+        added = [event for event in before if isinstance(event, RequestAdded)]
         letters = {event.request_id: owner_letter(index) for index, event in enumerate(added)}
         return [letters.get(request_id, request_id) for request_id in self.event.request_ids]
 
@@ -110,7 +114,7 @@ class DraftDecision(Picture):
                 parts.append(label(LEFT + longest * width, y + 18, f"+{more}", size=11.5))
         hidden = len(self.event.request_ids) - rows
         if hidden:
-            parts.append(label(LEFT, TOP + 20 + rows * ROW, f"and {hidden} more requests", size=11.5))
+            parts.append(label(LEFT, TOP + 20 + rows * ROW, f"and {plural(hidden, 'more request')}", size=11.5))
         return parts
 
     def _curve(self) -> list[str]:
@@ -165,10 +169,6 @@ def _listed(texts: list[str], most: int) -> str:
     """The first `most` of `texts`, and how many there are besides."""
     more = [f"+{len(texts) - most} more"] if len(texts) > most else []
     return ", ".join([*texts[:most], *more])
-
-
-def _drafts(count: int) -> str:
-    return f"{count} draft" if count == 1 else f"{count} drafts"
 
 
 def _cell(x: float, y: float, width: float, chance: float, chosen: bool) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Round
-from minillm.viz.draw.colours import FAINT, GREEN, INK, MUTED, owner_letter
-from minillm.viz.draw.svg import MARGIN, card, element, heading, label, rectangle, spans
-from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text, style
+from minillm.viz.draw.colours import INK, owner_letter
+from minillm.viz.draw.plural import plural
+from minillm.viz.draw.svg import MARGIN, card, element, heading, label, spans
+from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text
 from minillm.viz.pages.block_tables import draw_chip
-from minillm.viz.pages.cache_changes import plural
 from minillm.viz.speculation.acceptance_words import describe
 from minillm.viz.speculation.round_tokens import (
-    COLOURS,
     MORE,
-    SIGNS,
-    THROWN_AWAY,
+    draw_legend,
     draw_more,
     draw_place,
+    draw_share,
     draw_token,
     num_columns,
 )
@@ -30,10 +29,6 @@ BARS_TOP = ROWS_TOP + MAX_ROUNDS * ROW + 14
 LEGEND_TOP = BARS_TOP + BAR + 44
 TEXT_TOP = LEGEND_TOP + 66
 MAX_LINES = 4
-LEGEND = (
-    (("accepted", "accepted"), ("rejected", "rejected"), ("discarded", "discarded")),
-    (("recovered", "recovered from the residual"), ("bonus", "bonus: all were right")),
-)
 
 
 def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> str:
@@ -55,7 +50,7 @@ def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> st
         *(_row(judged, first + i + 1, ROWS_TOP + i * ROW, count, width) for i, judged in enumerate(shown)),
         "" if shown else label(DRAFTS, ROWS_TOP + 17, waiting, size=13),
         *_bars(request, count, more, width),
-        *_legend(),
+        draw_legend(LEGEND_TOP, RIGHT),
         heading(MARGIN, TEXT_TOP - 20, "end of the text so far"),
         *text,
         width=WIDTH,
@@ -106,10 +101,8 @@ def _bars(request: RequestAcceptance | None, count: int, more: int, width: float
         label(MARGIN, BARS_TOP + 30, "AT", size=10, weight=600),
     ]
     for i in range(count):
-        x = DRAFTS + i * (width + GAP)
-        parts.append(rectangle(x, BARS_TOP, width, BAR, 3, {"fill": FAINT}))
-        if i < len(positions):
-            parts += _bar(x, width, i + 1, *positions[i])
+        counts = positions[i] if i < len(positions) else None
+        parts.append(draw_share(DRAFTS + i * (width + GAP), BARS_TOP, width, BAR, i + 1, counts))
     if more:
         parts.append(label(DRAFTS + count * (width + GAP), BARS_TOP + BAR + 15, f"+{more}", size=11))
     if request is not None and request.rounds:
@@ -119,28 +112,4 @@ def _bars(request: RequestAcceptance | None, count: int, more: int, width: float
             f"in {plural(request.forwards, 'forward')}",
         )
         parts += [label(TARGET, BARS_TOP + 12 + 16 * i, line, fill=INK) for i, line in enumerate(lines)]
-    return parts
-
-
-def _bar(x: float, width: float, position: int, accepted: int, judged: int) -> list[str]:
-    height, middle = BAR * accepted / judged, x + width / 2
-    share = f"{accepted / judged:.0%}" if width >= 32 else f"{100 * accepted / judged:.0f}"
-    about = {"data-testid": "position", "data-accepted": accepted, "data-judged": judged}
-    bar = rectangle(x, BARS_TOP + BAR - height, width, height, 3, {"fill": GREEN, "fill-opacity": 0.8})
-    base = BARS_TOP + BAR - height + (13 if height > 16 else -4)
-    share_label = label(middle, base, share, size=11.5 if width >= 32 else 9.5, weight=700, fill=INK, anchor="middle")
-    under = f"{position}: {accepted} of {judged}" if width >= 60 else str(position)
-    return [element("g", about, bar, share_label, label(middle, BARS_TOP + BAR + 15, under, size=11, anchor="middle"))]
-
-
-def _legend() -> list[str]:
-    parts = []
-    for i, line in enumerate(LEGEND):
-        x = float(MARGIN)
-        for state, text in line:
-            y = LEGEND_TOP + 20 * i
-            parts.append(label(x, y, SIGNS[state], size=13, weight=700, fill=COLOURS[state]))
-            look = style(state) if state not in THROWN_AWAY else {"fill": MUTED}
-            parts.append(spans(x + 17, y, (text, look), size=11.5))
-            x += 17 + len(text) * 6.7 + 18
     return parts

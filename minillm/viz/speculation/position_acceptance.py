@@ -3,6 +3,9 @@
 Of the drafts at a position, the *conditional* acceptance counts those whose predecessors were all accepted; the others
 were never judged. The *marginal* acceptance divides by all rounds. So the marginal one is the product of the
 conditional ones up to the position, and 1 + the sum of the marginal ones is the number of tokens per round.
+
+A round in which the text ended before the last accepted draft or the target's own token gave fewer tokens than that. It
+is left out.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.errors import TraceError
+from minillm.errors import ConfigError, TraceError
 from minillm.trace import TokensCommitted, Trace
 from minillm.viz.draw.colours import BLUE, FAINT, HAIRLINE, INK, MUTED, ORANGE
 from minillm.viz.draw.output import Picture
+from minillm.viz.draw.plural import plural
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, number, rectangle, spans
 
 TOP, HEIGHT = 122, 170
@@ -23,31 +27,54 @@ BOTTOM = TOP + HEIGHT
 
 @dataclass(frozen=True)
 class PositionAcceptance(Picture):
-    """What became of the drafts at each position of a round."""
+    """What became of the drafts at each position of a round.
+
+    Raises `ConfigError` for no rounds or positions, or for counts that contradict each other.
+    """
 
     judged: Sequence[int]
     """By position: drafts whose predecessors were all accepted."""
     accepted: Sequence[int]
     """By position: drafts that were accepted, with all before them."""
     rounds: int
-    """Rounds with at least one draft."""
+    """Rounds with at least one draft, without those that are left out."""
     drafted: int
-    """Drafts of all rounds, judged or not."""
+    """Drafts of these rounds, judged or not."""
     name: str = ""
+    left_out: int = 0
+    """Rounds without a token of the target's own, because the text ended."""
+
+    def __post_init__(self) -> None:
+        judged, accepted = list(self.judged), list(self.accepted)
+        if not judged or len(judged) != len(accepted):
+            raise ConfigError(f"{len(judged)} judged and {len(accepted)} accepted positions: give one of each, or more")
+        # What is judged at a position was accepted at the one before.
+        counts = [self.rounds, *(count for pair in zip(judged, accepted, strict=True) for count in pair)]
+        if judged[-1] < 1 or accepted[-1] < 0 or counts != sorted(counts, reverse=True) or self.drafted < sum(judged):
+            raise ConfigError(
+                f"{self.rounds} rounds with {self.drafted} drafts, judged {judged} and accepted {accepted}: at each "
+                "position, no more may be accepted than judged, and no more judged than accepted before it"
+            )
 
     @classmethod
     def of(cls, trace: Trace, name: str = "") -> PositionAcceptance:
-        """Count the rounds of all requests of `trace`. Raises `TraceError` if there is none, or for draft trees."""
-        rounds = [event for event in trace.of(TokensCommitted) if event.num_drafts]
-        if not rounds:
+        """Count the rounds of all requests of `trace`, except those that gave fewer tokens because the text ended.
+
+        Raises `TraceError` if there is no round to count, or for draft trees."""
+        found = [event for event in trace.of(TokensCommitted) if event.num_drafts]
+        rounds = [event for event in found if len(event.token_ids) > event.num_accepted]
+        if not found:
             raise TraceError("this trace has no round with drafts; generate with a speculative_config")
-        if any(event.path is not None for event in rounds):
+        if any(event.path is not None for event in found):
             raise TraceError("this trace has draft trees, in which a draft has no single position; use another method")
+        if not rounds:
+            raise TraceError("every round of this trace ended its text; generate more tokens")
         most = max(event.num_drafts for event in rounds)
         judged = [sum(i < min(event.num_drafts, event.num_accepted + 1) for event in rounds) for i in range(most)]
         accepted = [sum(i < event.num_accepted for event in rounds) for i in range(most)]
         known = sum(n > 0 for n in judged)
-        return cls(judged[:known], accepted[:known], len(rounds), sum(event.num_drafts for event in rounds), name)
+        drafted = sum(event.num_drafts for event in rounds)
+        return cls(judged[:known], accepted[:known], len(rounds), drafted, name, len(found) - len(rounds))
 
     @property
     def conditional(self) -> list[float]:
@@ -75,6 +102,7 @@ class PositionAcceptance(Picture):
         bars = [self._position(i, LEFT + i * pitch, pitch) for i in range(len(self.judged))]
         bold = {"font-weight": 700, "fill": INK}
         whose = f" · {self.name}" if self.name else ""
+        omitted = f" · {self._left_out_words}" if self.left_out else ""
         return card(
             "position-acceptance",
             BOTTOM + 100,
@@ -85,7 +113,7 @@ class PositionAcceptance(Picture):
                 MARGIN,
                 38,
                 ("Acceptance by position", {"font-size": 17, "font-weight": 650, "fill": INK}),
-                (f"{self.rounds} rounds{whose}", {"dx": 10}),
+                (f"{plural(self.rounds, 'round')}{whose}{omitted}", {"dx": 10}),
             ),
             spans(
                 MARGIN,
@@ -107,12 +135,16 @@ class PositionAcceptance(Picture):
             for i, (c, m) in enumerate(zip(self.conditional, self.marginal, strict=True))
         ]
         return (
-            f"{self.rounds} rounds. {'; '.join(places)}. Accepted / drafted: {self.accepted_share:.0%}. "
+            f"{plural(self.rounds, 'round')}. {'; '.join(places)}. Accepted / drafted: {self.accepted_share:.0%}. "
             f"{self.tokens_per_round:.2f} tokens per round."
-        )
+        ) + (f" {self._left_out_words.capitalize()}." if self.left_out else "")
 
     def __repr__(self) -> str:
         return "<PositionAcceptance>"
+
+    @property
+    def _left_out_words(self) -> str:
+        return f"left out: {plural(self.left_out, 'round')} cut short by the end of a text"
 
     def _position(self, i: int, left: float, pitch: float) -> str:
         width, middle = min(58.0, max(1.0, (pitch - 14) / 2)), left + pitch / 2

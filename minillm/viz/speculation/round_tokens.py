@@ -1,13 +1,14 @@
-"""The tokens of a round as boxes, each with the sign and the colour of its verdict."""
+"""What the pictures of rounds are made of: tokens as boxes with their verdict, bars of acceptance, the legend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from minillm.trace.acceptance_state import Round
-from minillm.viz.draw.colours import DISCARDED, GREEN, INK, MUTED, ORANGE, SKY, VERMILLION
+from minillm.viz.draw.colours import DISCARDED, FAINT, GREEN, INK, MUTED, ORANGE, SKY, TEXT_ON_PAPER, VERMILLION
 from minillm.viz.draw.glyphs import visible
-from minillm.viz.draw.svg import MONO, Attributes, element, fit_mono, label, mono_width, rectangle
+from minillm.viz.draw.svg import MARGIN, MONO, Attributes, element, fit_mono, label, mono_width, rectangle, spans
+from minillm.viz.draw.token_text import style
 
 MAX_COLUMNS = 20
 BOX, SIBLING_GAP = 32, 3
@@ -25,7 +26,16 @@ COLOURS = {
     "bonus": SKY,
     "sampled": INK,
 }
+SIGN_COLOURS = {**COLOURS, **TEXT_ON_PAPER, "discarded": MUTED}
+"""Darker, so that a sign can be read on white."""
 THROWN_AWAY = ("rejected", "discarded")
+LEGEND = {
+    "accepted": "accepted",
+    "rejected": "rejected",
+    "discarded": "discarded",
+    "recovered": "recovered from the residual",
+    "bonus": "bonus: all were right",
+}
 
 
 def num_columns(shown: Sequence[Round], gamma: int, most: int = MAX_COLUMNS) -> int:
@@ -63,7 +73,7 @@ def draw_token(x: float, top: float, width: float, text: str, state: str, height
     frame = {"fill": colour, "fill-opacity": 0.05 if thrown else 0.14, "stroke": colour, "stroke-width": 1.4, **dash}
     box = rectangle(x, top, width, height, 7, frame)
     base = top + height / 2 + 5
-    ink = colour if state in ("accepted", "rejected", "discarded") else INK
+    ink = SIGN_COLOURS[state] if state in ("accepted", "rejected", "discarded") else INK
     left, size = (27, 13) if width >= 90 else (22, 11.5) if width >= 70 else (18, 10.5)
     inner = width - left - 6
     if inner < 14:
@@ -75,3 +85,38 @@ def draw_token(x: float, top: float, width: float, text: str, state: str, height
     y, end = base - 4.5, x + left + 1 + mono_width(shown, size)
     through = element("line", {"x1": x + left - 1, "x2": end, "y1": y, "y2": y, "stroke": MUTED}) if thrown else ""
     return element("g", {"data-testid": "token", "data-state": state}, box, sign, word, through)
+
+
+def draw_share(x: float, top: float, width: float, height: float, position: int, counts: tuple[int, int] | None) -> str:
+    """A bar below the drafts at `position` (from 1) for the share of them that were accepted. `counts`: accepted and
+    all; None: a position without drafts."""
+    track = rectangle(x, top, width, height, 4, {"fill": FAINT})
+    if counts is None:
+        return track
+    accepted, judged = counts
+    tall, middle = height * accepted / judged, x + width / 2
+    bar = rectangle(x, top + height - tall, width, tall, 4, {"fill": GREEN, "fill-opacity": 0.8})
+    share, size = f"{accepted / judged:.0%}", 12.0
+    if width < 34:
+        share, size = share[:-1], 9 if width >= 18 else 7.5
+    base = top + height - tall + (14 if tall > 18 else -4)
+    text = label(middle, base, share, size=size, weight=700, anchor="middle", fill=INK)
+    of = f"{position}: {accepted} of {judged}" if width >= 60 else str(position)
+    under = label(middle, top + height + 15, of, size=11.5 if width >= 76 else 11, anchor="middle")
+    about = {"data-testid": "position", "data-accepted": accepted, "data-judged": judged}
+    return element("g", about, track, bar, text, under)
+
+
+def draw_legend(top: float, right: float) -> str:
+    """The signs and their meaning, from the left margin to `right`, in as many lines as needed. `top`: baseline of the
+    first."""
+    parts, x, y = [], float(MARGIN), top
+    for state, text in LEGEND.items():
+        width = 18 + len(text) * 6.9
+        if x + width > right:
+            x, y = float(MARGIN), y + 20
+        look = style(state) if state not in THROWN_AWAY else {"fill": MUTED}
+        parts.append(label(x, y, SIGNS[state], size=13, weight=700, fill=SIGN_COLOURS[state]))
+        parts.append(spans(x + 18, y, (text, look), size=12))
+        x += width + 24
+    return element("g", {"data-testid": "legend"}, *parts)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from minillm.errors import ConfigError
 from minillm.viz.draw.colours import CACHED, HAIRLINE, INK, MUTED, PAPER, ink_on, owner_colour, owner_letter
 from minillm.viz.draw.output import Picture
+from minillm.viz.draw.plural import plural
 from minillm.viz.draw.svg import (
     MARGIN,
     MONO,
@@ -113,7 +114,8 @@ class AttentionTiles(Picture):
             y += GAP if i and program.request != programs[i - 1].request else 0
             rows.append(self._row(program, left, y, pitch, columns))
             y += ROW
-        facts = f"{len(programs)} programs · {self.num_tiles} tiles · the longest program takes {_turns(self.longest)}"
+        longest = plural(self.longest, "turn")
+        facts = f"{len(programs)} programs · {self.num_tiles} tiles · the longest program takes {longest}"
         return card(
             "attention-tiles",
             y + 16,
@@ -132,7 +134,7 @@ class AttentionTiles(Picture):
         """The picture in words."""
         lines = [
             f"{len(self.programs())} programs load {self.num_tiles} tiles of {self.block_size} keys; "
-            f"{self.masked} of the rows are masked. The longest program takes {_turns(self.longest)}."
+            f"{self.masked} of the rows are masked. The longest program takes {plural(self.longest, 'turn')}."
         ]
         for request, length in enumerate(self.seq_lens):
             blocks = ", ".join(map(str, self.block_tables[request][: self.num_blocks(request)]))
@@ -212,7 +214,3 @@ class AttentionTiles(Picture):
             "data-filled": number(filled),
         }
         return element("g", {**marks, **state}, back, front, *((paper, words) if fits else ()))
-
-
-def _turns(count: int) -> str:
-    return f"{count} turn{'' if count == 1 else 's'}"

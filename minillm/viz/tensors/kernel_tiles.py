@@ -43,7 +43,8 @@ MAX_LANES = 64
 class KernelTiles(Picture):
     """A tensor of `shape`, and the lanes of the programs that cover it. Displays itself.
 
-    Raises `ConfigError` if there are more than 64 columns of lanes, or `owners` is smaller than `shape`.
+    Raises `ConfigError` if there are more than 64 columns of lanes, if `owners` is smaller than `shape` or has rows of
+    different lengths, or if a size is below 1.
     """
 
     owners: Sequence[Sequence[int]]
@@ -56,7 +57,12 @@ class KernelTiles(Picture):
     title: str = "Which program touches which element"
 
     def __post_init__(self) -> None:
-        rows, columns = len(self.owners), len(self.owners[0])
+        rows, columns = len(self.owners), len(self.owners[0]) if self.owners else 0
+        if min(*self.shape, *self.tile) < 1 or any(len(row) != columns for row in self.owners):
+            raise ConfigError(
+                f"a tensor of {self.shape} in tiles of {self.tile}, rows of {sorted(set(map(len, self.owners)))} "
+                "lanes: sizes must be at least 1, and rows equally long"
+            )
         if columns > MAX_LANES:
             raise ConfigError(f"{columns} columns of lanes are too many to see; draw at most {MAX_LANES}")
         if rows < self.shape[0] or columns < self.shape[1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, FAINT, HAIRLINE, INK, MUTED, PAPER
 from minillm.viz.draw.glyphs import visible
 from minillm.viz.draw.output import Picture
@@ -17,12 +18,23 @@ ROW = 26
 
 @dataclass(frozen=True)
 class MaskGrid(Picture):
-    """A mask over named tokens. `mask[i][j]`: new token i attends to key j. The first `past` keys are cached ones."""
+    """A mask over named tokens. `mask[i][j]`: new token i attends to key j. The first `past` keys are cached ones.
+
+    Raises `ConfigError` without new tokens, or unless there is a key for each of them and for `past` cached ones.
+    """
 
     mask: Sequence[Sequence[bool]]
     keys: Sequence[str]
     """Text of the token behind each column; the last `len(mask)` are the new tokens themselves."""
     past: int
+
+    def __post_init__(self) -> None:
+        num_new, num_keys = len(self.mask), len(self.keys)
+        if not num_new or self.past < 0 or {num_keys, *map(len, self.mask)} != {self.past + num_new}:
+            raise ConfigError(
+                f"{num_new} new tokens after {self.past} cached ones, {num_keys} keys, rows of "
+                f"{sorted(set(map(len, self.mask)))}: give one key per token, and a row over all keys per new token"
+            )
 
     def to_svg(self) -> str:
         """The picture: a filled cell with a dot is a key that the token attends to; an empty cell is masked."""

@@ -6,7 +6,7 @@ A████  A████  B██▓·  B╳···  AA██·  ────
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from string import ascii_uppercase
 from textwrap import wrap
 
@@ -81,7 +81,7 @@ class CacheBlocks:
 
     def _cell(self, page: Page, signs: Glyphs) -> Text:
         if not page.owners:
-            return Text(signs.slots[page.slots[0]] * PAGE, "dim")
+            return Text(signs.slots[page.slots[0][0]] * PAGE, "dim")
         index = self.state.requests[page.owners[0]].index
         name = owner_letter(index) if page.state != "shared" else str(len(page.owners))
         fill = Text()
@@ -96,11 +96,20 @@ class CacheBlocks:
         return Text.assemble((f"step {self.state.step}  ", "bold"), done or "nothing changed")
 
 
-def _parts(slots: Sequence[SlotState], count: int) -> list[SlotState]:
-    """The slots of a page as `count` parts, each in the state of its most remarkable slot."""
-    bounds = [round(i * len(slots) / count) for i in range(count + 1)]
-    parts = [slots[a:b] or slots[a : a + 1] or slots[-1:] for a, b in pairwise(bounds)]
-    return [next(state for state in PRECEDENCE if state in part) for part in parts]
+def _parts(slots: Sequence[tuple[SlotState, int]], count: int) -> list[SlotState]:
+    """The slots of a page (see `Page`) as `count` parts, each in the state of its most remarkable slot."""
+    ends = list(accumulate(length for _, length in slots))
+    bounds = [round(i * ends[-1] / count) for i in range(count + 1)]
+    parts = []
+    for first, end in pairwise(bounds):
+        first = min(first, ends[-1] - 1)
+        held = {
+            state
+            for (state, length), stop in zip(slots, ends, strict=True)
+            if stop - length < max(end, first + 1) and first < stop
+        }
+        parts.append(next(state for state in PRECEDENCE if state in held))
+    return parts
 
 
 def legend(signs: Glyphs, states: Collection[CacheState], width: int) -> Text:

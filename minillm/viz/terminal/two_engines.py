@@ -20,7 +20,7 @@ from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
 from minillm.trace.run_metrics import RunMetrics
 from minillm.viz.draw.colours import owner_letter
-from minillm.viz.pages.cache_changes import plural
+from minillm.viz.draw.plural import plural
 from minillm.viz.terminal.pool_in_text import CacheBlocks, legend
 from minillm.viz.terminal.rounds_in_text import AcceptanceRounds
 from minillm.viz.terminal.signs import glyphs

@@ -7,6 +7,7 @@ the time that it cost. Like the other charts, one output holds plotly and an SVG
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,8 +94,8 @@ class Latency:
 class LatencyWaterfall(Chart):
     """Rows of `Latency` over one axis of milliseconds, with a line at `limit` seconds.
 
-    Raises `ConfigError` for no rows, an unknown part, a negative time, a duplicate name, or a `before` that is not an
-    earlier row.
+    Raises `ConfigError` for no rows, an unknown part, a negative or infinite time, a limit that is not a time above 0,
+    a duplicate name, or a `before` that is not an earlier row.
     """
 
     title: str
@@ -104,12 +105,14 @@ class LatencyWaterfall(Chart):
     def __post_init__(self) -> None:
         if not self.rows:
             raise ConfigError("a waterfall of no rows shows nothing; give it at least one Latency")
+        if not 0 < self.limit < math.inf:
+            raise ConfigError(f"limit = {self.limit} seconds; it must be above 0")
         above: set[str] = set()
         for row in self.rows:
             for part, seconds in row.seconds.items():
                 if part not in COLOURS:
                     raise ConfigError(f"{row.name!r} has a part {part!r}; the parts are {', '.join(COLOURS)}")
-                if not seconds >= 0:
+                if not 0 <= seconds < math.inf:
                     raise ConfigError(f"{row.name!r}: {part} took {seconds} seconds; a part takes 0 or more")
             if row.name in above:
                 raise ConfigError(f"there are two rows {row.name!r}; give each a name of its own")

@@ -24,9 +24,9 @@ from minillm.viz.draw.colours import (
     owner_colour,
     owner_letter,
 )
+from minillm.viz.draw.plural import plural
 from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import MARGIN, MONO, RIGHT, Attributes, element, fit_mono, hatched, label, number, rectangle
-from minillm.viz.pages.cache_changes import plural
 
 LEFT = 176.0
 """Left edge of the columns."""
@@ -220,12 +220,13 @@ class Lanes:
         )
 
     def _end(self, row: Row, top: float, height: float) -> str:
-        if row.end is None or row.end < self.timeline.first_step:
+        if row.end is None:
             return ""
         # A column of several steps shows what the request did in most of them. If it was idle in most, the end is drawn
-        # at the left edge, next to its last work.
+        # at the left edge, next to its last work; if it never ran, where it arrived.
         column = (row.end - self.columns.first) // self.columns.bucket
-        x = (self.columns.x(column) if self.column_kind(row, column) == "idle" else self.columns.place(row.end)) - 1
+        at_left = self.column_kind(row, column) in ("idle", None)
+        x = (self.columns.x(column) if at_left else self.columns.place(row.end)) - 1
         about = {"data-testid": "end", "data-state": row.reason or ""}
         if row.reason == "abort":
             return element("g", about, label(x + 2, top + height / 2 + 5, "×", size=15, weight=700, fill=VERMILLION))

@@ -10,9 +10,9 @@ from minillm.trace.static_batching import jobs_of, static_schedule
 from minillm.trace.timeline_state import Row, Timeline, TimelineState
 from minillm.viz.draw.colours import BLUE, CACHED, INK, VERMILLION, owner_letter
 from minillm.viz.draw.glyphs import beginning
+from minillm.viz.draw.plural import plural
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, paragraph, rectangle, spans
 from minillm.viz.draw.view import View
-from minillm.viz.pages.cache_changes import plural
 from minillm.viz.pages.cache_words import PROMPT
 from minillm.viz.timeline.timeline_lanes import BARS, Columns, cell_look, fitted
 
@@ -68,12 +68,20 @@ class TimelineComparison(View):
         super().__init__(trace)
         self.batch_size = batch_size
         self._whole, self._replay = Replay(trace, TimelineState), Replay(trace, TimelineState)
+        self._modelled: tuple[int, Timeline] | None = None
+        """The number of events that are modelled, and the model."""
 
     def timelines(self) -> tuple[Timeline, Timeline]:
         """The recorded and the modelled timeline of the whole trace. Raises `ConfigError` for a batch size below 1."""
+        num_events = len(self.trace)
         recorded = self._whole.at().timeline
-        size = recorded.max_num_seqs or 1 if self.batch_size is None else self.batch_size
-        return recorded, static_schedule(jobs_of(recorded), size, recorded.max_num_batched_tokens or None)
+        if self._modelled is None or self._modelled[0] != num_events:
+            size = recorded.max_num_seqs or 1 if self.batch_size is None else self.batch_size
+            modelled = static_schedule(jobs_of(recorded), size, recorded.max_num_batched_tokens or None)
+            self._modelled = num_events, modelled
+        else:
+            modelled = self._modelled[1]
+        return recorded, modelled
 
     def to_svg(self, step: int | None = None) -> str:
         """The picture of the whole trace; with `step`, both timelines are cut after the same number of steps."""
@@ -141,14 +149,17 @@ def headline(timeline: Timeline) -> str:
 
 
 def _row_words(row: Row) -> str:
-    counts = [(kind, row.num_steps(kind)) for kind in ("waiting", "prefill", "decode", "verify", "recompute", "idle")]
-    facts = [f"{kind} {count}" for kind, count in counts if count]
+    counts = row.steps_by_kind()
+    shown = ("waiting", "prefill", "decode", "verify", "recompute", "idle")
+    facts = [f"{kind} {counts[kind]}" for kind in shown if counts[kind]]
     cached = sum(cell.num_cached for cell in row.cells.values())
     facts += [f"{plural(cached, 'token')} reused, not computed"] if cached else []
-    facts += [f"preempted {preempted}×"] if (preempted := row.num_steps("preempted")) else []
-    end = f"; ended in step {row.end} ({row.reason})" if row.end is not None else ""
+    facts += [f"preempted {preempted}×"] if (preempted := counts["preempted"]) else []
+    when = f" in step {row.end}" if row.cells else ""  # one that never ran may end before a step begins
+    end = f"; ended{when} ({row.reason})" if row.end is not None else ""
     who = f"{owner_letter(row.index)} {beginning(row.prompt, PROMPT)!r} from step {row.arrival}"
-    return f"{who}: steps {', '.join(facts)}{end}"
+    done = f"steps {', '.join(facts)}" if facts else "has not run" if row.end is None else "never ran"
+    return f"{who}: {done}{end}"
 
 
 def _until(timeline: Timeline, num_steps: int) -> Timeline:

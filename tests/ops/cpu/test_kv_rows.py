@@ -5,25 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from numba import njit
 
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_two_level import PagedTwoLevelKVCache
 from minillm.models.config import ModelConfig
 from minillm.ops import kv_quant
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import entry_point
 from minillm.ops.cpu.kv_rows import read_row, write_row
 
 COUNT, SIZE = 200, 64
 
 
-@njit(**OPTIONS)
+@entry_point()
 def write(rows, x, size):
     for i in range(len(x) // size):
         write_row(rows, i, x, i * size, size)
 
 
-@njit(**OPTIONS)
+@entry_point()
 def read(rows, out, size):
     for i in range(len(out) // size):
         read_row(rows, i, out, i * size, size)

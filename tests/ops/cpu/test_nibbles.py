@@ -9,8 +9,8 @@ import pytest
 import torch
 from numba import njit
 
-from minillm.ops.cpu import register_tiles
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu import panels, register_tiles
+from minillm.ops.cpu.compiled import OPTIONS, entry_point
 from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, GROUP, MATRIX_FIELDS, NONE, OUTPUTS, PANEL
 from minillm.ops.cpu.nibbles import (
     FLOAT_NIBBLES,
@@ -21,7 +21,7 @@ from minillm.ops.cpu.nibbles import (
     panel_size,
     row_size,
 )
-from minillm.ops.cpu.panels import SUMS_SIZE, multiply
+from minillm.ops.cpu.panels import SUMS_SIZE
 from minillm.ops.cpu.processor import Processor
 from minillm.ops.cpu.rounding import prepare_row
 from minillm.ops.cpu.simd import LANES
@@ -36,7 +36,11 @@ BIT = 2.0**-24
 """Largest relative error of rounding to fp32."""
 
 
-@njit(**OPTIONS)
+multiply = entry_point()(panels.multiply.py_func)
+"""Cached on disk, as a step is: compiling takes seconds."""
+
+
+@entry_point()
 def rounded(w, matrix, vectors, scratch, codes, rows, scales_at):
     for r in range(rows):
         prepare_row(w, matrix, vectors, scratch, r * matrix[COLUMNS], codes, r, scratch, scales_at + r)
@@ -54,7 +58,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y = x Wᵀ through `prepare_row` and `multiply`, the codes of x (`[rows, columns]`), and their steps (`[rows]`)."""
     (outputs, columns), rows = weight.codes.shape, len(x)
-    panels = pack_nibbles(weight.codes.numpy(), weight.scales.numpy(), weight.zeros.numpy(), group, kind)
+    packed = pack_nibbles(weight.codes.numpy(), weight.scales.numpy(), weight.zeros.numpy(), group, kind)
     padded = -(-outputs // LANES) * LANES
     matrix = np.full(MATRIX_FIELDS, NONE, np.int64)
     matrix[[PANEL, COLUMNS, OUTPUTS, GROUP]] = 0, columns, padded, group
@@ -66,9 +70,9 @@ def run(
     scratch = np.concatenate([x.numpy().reshape(-1), np.zeros(rows + SUMS_SIZE)]).astype(np.float32)
     codes = np.zeros((rows, row_size(columns, group)), np.uint8)
     out = np.full((rows, padded), 0.5 if add else np.nan, np.float32)
-    rounded(panels, matrix, vectors, scratch, codes.reshape(-1), rows, scales_at)
+    rounded(packed, matrix, vectors, scratch, codes.reshape(-1), rows, scales_at)
     multiply(
-        panels, matrix, vectors, scratch, 0, codes.reshape(-1), scales_at, rows, 0, padded // LANES, out.reshape(-1), 0,
+        packed, matrix, vectors, scratch, 0, codes.reshape(-1), scales_at, rows, 0, padded // LANES, out.reshape(-1), 0,
         padded, add, scales_at + rows,
     )  # fmt: skip
     found = torch.from_numpy(codes[:, : 2 * columns].astype(np.int8)).long()

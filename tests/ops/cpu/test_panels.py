@@ -7,13 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from numba import njit
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu import panels
+from minillm.ops.cpu.compiled import entry_point
 from minillm.ops.cpu.matrix_fields import BIAS, CODE_SUMS, COLUMNS, MATRIX_FIELDS, NONE, OUTPUTS, PANEL, SCALES
 from minillm.ops.cpu.panels import (
     SUMS_SIZE,
-    multiply,
     narrow_dot_tiles,
     narrow_tiles,
     pack,
@@ -28,6 +27,9 @@ from minillm.ops.cpu.rounding import codes_size, prepare_row
 from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES, ONE_BYTE, TWO_BYTES, WORDS
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.w8a8 import integer_product
+
+multiply = entry_point()(panels.multiply.py_func)
+"""Cached on disk, as a step is: compiling takes seconds."""
 
 KINDS = ("float32", "half", "bfloat", "rounded bfloat", "int8", "pairs twice", "pairs", "words")
 TOLERANCE = {"pairs twice": 6e-5, "words": 6e-5}
@@ -63,17 +65,17 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
 
     if kind in PACKS:
         codes, scales = quantize_rows(weight)
-        panels = PACKS[kind](codes.numpy())
+        packed = PACKS[kind](codes.numpy())
         keep(SCALES, scales.numpy())
         keep(CODE_SUMS, (BYTE_OFFSET * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
         meant = codes * scales[:, None]
     elif kind == "rounded bfloat":
         meant, x = weight.bfloat16(), x.bfloat16().float()
-        panels, meant = pack_bfloat_pairs(meant.view(torch.uint16).numpy()), meant.float()
+        packed, meant = pack_bfloat_pairs(meant.view(torch.uint16).numpy()), meant.float()
     else:
         meant = {"float32": weight, "half": weight.half(), "bfloat": weight.bfloat16()}[kind]
         bits = meant.view({4: torch.float32, 2: torch.int16}[meant.itemsize]).numpy()
-        panels = pack_floats(bits.view({"float32": np.float32, "half": HALF, "bfloat": BFLOAT}[kind]))
+        packed = pack_floats(bits.view({"float32": np.float32, "half": HALF, "bfloat": BFLOAT}[kind]))
         meant = meant.float()
     if bias is not None:
         keep(BIAS, bias.numpy())
@@ -86,10 +88,10 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
     scratch = np.concatenate([x.numpy().reshape(-1), scales_x.numpy(), np.zeros(SUMS_SIZE)]).astype("f")
     if kind.endswith("bfloat") or kind == "words":
         unsigned = np.full(codes_size(rows, columns, NONE), 0xFF, np.uint8)
-        round_rows(panels, matrix, np.zeros(0, np.float32), scratch, rows, unsigned, rows * columns)
+        round_rows(packed, matrix, np.zeros(0, np.float32), scratch, rows, unsigned, rows * columns)
     out = np.full((rows, padded), 0.5 if add else np.nan, np.float32)
     multiply(
-        panels, matrix, np.concatenate([*vectors, np.zeros(LANES, np.float32)]), scratch, 0, unsigned, rows * columns,
+        packed, matrix, np.concatenate([*vectors, np.zeros(LANES, np.float32)]), scratch, 0, unsigned, rows * columns,
         rows, 0, padded // LANES, out.reshape(-1), 0, padded, add, rows * columns + rows,
     )  # fmt: skip
     y = torch.from_numpy(out[:, :outputs]) - (0.5 if add else 0.0)
@@ -100,7 +102,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
     return y, right if bias is None else right + bias
 
 
-@njit(**OPTIONS)
+@entry_point()
 def round_rows(w, matrix, vectors, x, rows, codes, scales_at):
     for r in range(rows):
         prepare_row(w, matrix, vectors, x, r * matrix[COLUMNS], codes, r, x, scales_at + r)
@@ -132,8 +134,8 @@ def test_activations_are_rounded_to_the_nearest_bfloat() -> None:
     exact = x.double() @ weight.double().T
     matrix = np.full(MATRIX_FIELDS, NONE, np.int64)
     matrix[COLUMNS] = 48
-    codes, panels = np.zeros(codes_size(9, 48, NONE), np.uint8), np.zeros(0, BFLOAT_PAIRS)
-    round_rows(panels, matrix, np.zeros(0, np.float32), x.numpy().reshape(-1), 9, codes, 0)
+    codes, packed = np.zeros(codes_size(9, 48, NONE), np.uint8), np.zeros(0, BFLOAT_PAIRS)
+    round_rows(packed, matrix, np.zeros(0, np.float32), x.numpy().reshape(-1), 9, codes, 0)
     if not has_amx():  # rows one after the other, padded to a multiple of 32 columns
         found = torch.from_numpy(codes[: 9 * 128].view(np.int16).reshape(9, 64)).view(torch.bfloat16)
         assert torch.equal(found[:, :48], x.bfloat16()) and not found[:, 48:].any()
@@ -164,7 +166,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
         assert torch.equal(run(kind, weight, x[first:last])[0], together[first:last])
 
 
-@njit(**OPTIONS)
+@entry_point()
 def both_tiles(w, x, y, columns, rows):
     wide_tiles(w, 0, columns * LANES, LANES, x, 0, columns, columns, y[0], 0, 4 * LANES, rows, False, 4)
     narrow_tiles(w, 0, columns * LANES, LANES, x, 0, columns, columns, y[1], 0, 4 * LANES, rows, False, 4)
@@ -180,7 +182,7 @@ def test_tiles_for_few_and_for_many_registers_give_the_same_bits(rows: int) -> N
     assert relative(torch.from_numpy(y[1]).view(rows, 64), x.double() @ weight.double().T) < 1e-6
 
 
-@njit(**OPTIONS)
+@entry_point()
 def both_byte_tiles(w, x, y, columns, rows):
     wide_dot_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[0], 0, 4 * LANES, rows, False, 4)
     narrow_dot_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[1], 0, 4 * LANES, rows, False, 4)

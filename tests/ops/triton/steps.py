@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Batch
+from minillm.cache.base import DequantizedRows
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
-from minillm.cache.paged_quantized import DequantizedRows
 from minillm.models.config import ModelConfig
 
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

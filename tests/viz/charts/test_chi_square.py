@@ -61,6 +61,8 @@ def test_counts_that_cannot_be_tested_are_refused(counts: list[int], probabiliti
         ChiSquare(counts, probabilities)
 
 
-def test_a_test_with_other_cells_is_refused():
+def test_no_tests_and_a_test_with_other_cells_are_refused():
+    with pytest.raises(ConfigError, match="no tests"):
+        ChiSquarePanels("Counts", ["a", "b"], [])
     with pytest.raises(ConfigError, match="test 'right' has 3 cells, the picture names 2"):
         ChiSquarePanels("Counts", ["a", "b"], [("right", GOOD)])

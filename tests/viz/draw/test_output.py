@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from minillm.errors import ConfigError
 from minillm.viz import AcceptanceStrip, CachePagesView, ErrorMap, show
 from minillm.viz.charts.line_chart import Axis, LineChart, Series
 from minillm.viz.draw.output import NARROW, as_html, output, place, stack
@@ -60,6 +61,8 @@ def test_show_displays_a_picture_in_the_middle_of_a_cell_at_any_step(monkeypatch
     (bundle, raw), (chart, _) = shown
     assert raw and "step 3" in bundle["text/html"] and bundle["text/plain"] == "<CachePagesView>"
     assert chart is CHART
+    with pytest.raises(ConfigError, match=f"step=3 of {CHART!r}, which has no steps"):
+        show(CHART, step=3)
 
 
 def test_narrow_pictures_stand_beside_each_other_and_wide_ones_below():

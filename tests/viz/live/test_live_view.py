@@ -174,6 +174,24 @@ def test_large_frames_are_sent_less_often():
         assert len(display.frames) - 1 <= 4
 
 
+def test_slow_pictures_take_a_fifth_of_the_time_at_most():
+    """The engine waits while one is drawn."""
+    trace, clock, display = Trace(), FakeClock(), FakeDisplay()
+
+    class Slow(CachePagesView):
+        def to_svg(self, step=None):
+            clock.now += 0.5
+            return super().to_svg(step)
+
+    with LiveView(Slow(trace), show=display, clock=clock, sleep=clock.sleep):
+        started = clock.now
+        for _ in range(100):
+            clock.now += 0.1
+            trace.append(StepFinished(1, 0.0, 0.0, 0.0, 0))
+        drawing = 0.5 * (len(display.frames) - 1)
+        assert len(display.frames) >= 3 and drawing <= (clock.now - started) / 5 + 0.5
+
+
 def test_view_that_cannot_be_drawn_does_not_stop_the_engine():
     trace, clock, display = Trace(), FakeClock(), FakeDisplay()
     with (

@@ -14,7 +14,7 @@ from minillm.viz import AcceptanceStrip, CachePagesView, TimelineView
 from minillm.viz.live import replay_widget
 from minillm.viz.live.replay_frames import MAX_BYTES, MAX_TEXT, pack
 from minillm.viz.live.replay_script import SCRIPT
-from minillm.viz.live.replay_widget import ReplayWidget
+from minillm.viz.live.replay_widget import ReplayWidget, draw_fitting
 from minillm.viz.pages.cache_rows import CacheRowsView, RowsWritten
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story
 
@@ -63,6 +63,15 @@ def test_saved_notebook_keeps_the_most_telling_frame_and_nothing_that_needs_a_ke
     assert without_ids(telling) in without_ids(data["text/html"].partition("<script>")[0])
 
 
+def test_a_still_picture_does_not_depend_on_how_quickly_frames_are_drawn(monkeypatch):
+    quick = ReplayWidget(CachePagesView(sharing()))
+    monkeypatch.setattr(replay_widget, "draw_fitting", lambda draw, every: [(step, draw(step)) for step in (1, 13)])
+    slow = ReplayWidget(CachePagesView(sharing()))
+    assert slow.steps == [1, 13] and quick.steps[quick.start] not in slow.steps
+    stills = [without_ids(widget._repr_mimebundle_()["image/svg+xml"]) for widget in (quick, slow)]
+    assert stills[0] == stills[1]
+
+
 def test_recording_cannot_end_its_script_early():
     data = ReplayWidget(AcceptanceStrip(story()))._repr_mimebundle_()
     script = data["text/html"].partition("<script>")[2]
@@ -83,6 +92,25 @@ def test_frames_stay_within_their_limit(monkeypatch):
     assert 60_000 < pack(widget.frames).num_bytes <= 100_000
     assert (widget.steps[0], widget.steps[-1]) == (1, 15)
     assert widget.note == f"{len(widget.frames)} of 15 steps, evenly spread"
+
+
+def test_each_frame_is_drawn_once_however_few_fit(monkeypatch):
+    monkeypatch.setattr(replay_widget, "MAX_BYTES", 100_000)
+    drawn, to_svg = [], CachePagesView.to_svg
+    monkeypatch.setattr(CachePagesView, "to_svg", lambda view, step=None: drawn.append(step) or to_svg(view, step))
+    widget = ReplayWidget(CachePagesView(busy()))
+    assert sorted(drawn) == list(range(1, 16)) and len(widget.frames) < 15
+
+
+@pytest.mark.parametrize(("seconds", "gap"), [(0.0, 1), (0.1, 8), (0.02, 1), (0.03, 2), (100.0, 32)])
+def test_no_more_frames_are_drawn_than_time_allows(seconds, gap):
+    """For 225 steps; they are evenly spaced whenever the drawing ends."""
+    drawn = []
+    shown = draw_fitting(
+        lambda step: drawn.append(step) or f"frame {step}", range(1, 226), lambda: seconds * len(drawn)
+    )
+    assert shown == [(step, f"frame {step}") for step in range(1, 226, gap)]
+    assert sorted(drawn) == list(range(1, 226, gap))
 
 
 def test_texts_stay_within_their_limit_and_keep_beginning_and_end():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
+import tracemalloc
 from collections import Counter, defaultdict
 from string import ascii_uppercase
 
@@ -15,7 +17,7 @@ from minillm.trace import StepFinished, Trace
 from minillm.trace.page import Page
 from minillm.trace.replay import Replay
 from minillm.trace.run_metrics import RunMetrics
-from minillm.trace.step_metrics import step_metrics, summarise
+from minillm.trace.step_metrics import step_metrics
 from minillm.viz import CachePagesView, CacheState, TimelineView
 from minillm.viz.draw import glyphs
 from minillm.viz.draw.colours import owner_letter
@@ -24,7 +26,7 @@ from minillm.viz.pages.page_geometry import geometry
 from minillm.viz.pages.page_legend import SWATCHES
 from minillm.viz.pages.page_marks import PageMarks
 from tests.conftest import TinyPair
-from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
+from tests.trace.traces import Script, busy, decode, prefill, sharing, slot_counts, story, verify
 from tests.viz.pictures import description, found, parse, states, text_of
 
 STEPS = range(1, 10)
@@ -51,7 +53,8 @@ def test_pages_and_slots_in_the_picture_are_those_of_the_state(step):
     trace = story()
     svg, pages = CachePagesView(trace).to_svg(step), state_at(trace, step).pages()
     assert Counter(states(svg, "page")) == Counter(page.state for page in pages)
-    expected = Counter(slot for page in pages for slot in page.slots if slot != "free")
+    expected = slot_counts(pages)
+    del expected["free"]
     assert drawn_slots(svg) == expected
     assert all(squares(svg, state) == count for state, count in expected.items())
 
@@ -131,10 +134,28 @@ def test_a_frame_stays_below_fifty_kilobytes(num_blocks):
         assert f"256 of {num_blocks} drawn" in svg
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "layout"), [(2**24, 64, "contiguous"), (4096, 2**24, "paged"), (2**24, 2**24, "paged")]
+)
+def test_the_largest_pool_that_a_trace_may_name_is_drawn_at_once(block_size, num_blocks, layout, narrow):
+    """Not slot by slot, nor block by block: that would take gigabytes and minutes."""
+    s = Script(block_size, 8, layout=layout)
+    s.add("a", "def f():", 4)
+    s.step(prefill("a", 4))
+    s.trace.events[0] = dataclasses.replace(s.trace.events[0], num_blocks=num_blocks)
+    tracemalloc.start()
+    parse(CachePagesView(s.trace, narrow=narrow).to_svg())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10**7
+
+
 def test_dense_picture_counts_the_same_slots():
     trace = busy()
     svg, state = CachePagesView(trace).to_svg(14), state_at(trace, 14)
-    expected = Counter(slot for page in state.pages() for slot in page.slots if slot != "free")
+    expected = slot_counts(state.pages())
+    del expected["free"]
     assert drawn_slots(svg) == expected
     assert Counter(states(svg, "page")) == Counter(page.state for page in state.pages())
 
@@ -234,11 +255,34 @@ def test_shared_pages_show_how_many_share_them():
     assert svg.count("A B ×2") == 2
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "narrow", "two", "signs"),
+    [
+        (24, True, "×2", "A ×12"),
+        (96, False, "×2", "A×12A×12A×12ABCDEFGHIJKL"),
+        (96, True, "2", "121212ABCDEFGHIJKL"),
+    ],
+)
+def test_a_shared_page_without_room_for_a_letter_names_the_number_of_its_owners(num_blocks, narrow, two, signs):
+    s = Script(num_blocks=num_blocks, caching=True, gamma=0, seqs=12)
+    s.add("a", "a", 60)
+    s.step(prefill("a", 60))
+    others = [f"b{i}" for i in range(11)]
+    for other in others:
+        s.add(other, "b", 62)
+        s.share(other, "a")
+    s.step(*(prefill(other, 62 - 48) for other in others))
+    svg = CachePagesView(s.trace, narrow=narrow).to_svg()
+    assert f"shared, {two}: two owners" in text_of(found(svg, "legend")[0])
+    assert f">{signs}<" in svg
+
+
 @pytest.mark.parametrize("step", range(1, 14))
 def test_sharing_caching_and_copying_are_drawn_as_the_state_has_them(step):
     svg, pages = CachePagesView(sharing()).to_svg(step), state_at(sharing(), step).pages()
     assert Counter(states(svg, "page")) == Counter(page.state for page in pages)
-    expected = Counter(slot for page in pages for slot in page.slots if slot not in ("free", "cached"))
+    expected = slot_counts(pages)
+    del expected["free"], expected["cached"]
     assert drawn_slots(svg) == expected
     assert len(found(svg, "copy")) == sum(page.copied_from is not None for page in pages)
     assert counted(svg, "reused") == sum(page.reused for page in pages)
@@ -341,7 +385,7 @@ def test_names_on_pages_do_not_run_into_each_other(narrow):
             names[place] += sign
             assert start + 0.6 * float(text.get("font-size", 9)) <= pages.page_width
     shown, beyond_z = [names[place] for place in sorted(names)], ["AA", "AB", "AC", "AD"]
-    assert shown == (["A", "A", *ascii_uppercase[1:]] if narrow else ["A×30", "A", *ascii_uppercase[1:], *beyond_z])
+    assert shown == (["30", "A", *ascii_uppercase[1:]] if narrow else ["A×30", "A", *ascii_uppercase[1:], *beyond_z])
 
 
 def test_whole_places_are_bars_with_the_same_counts():
@@ -412,7 +456,7 @@ def test_a_layout_that_drops_tokens_is_not_said_to_waste_slots(tiny: TinyPair, l
     svg = CachePagesView(trace).to_svg(state.step)
     assert "empty slot" in svg and "waste" not in svg and "IN CACHE" not in svg and "COMPUTED" in svg
     assert RunMetrics.of(trace).waste_share == 0
-    assert summarise(step_metrics(trace)).kv_slot_utilisation is None
+    assert {metrics.kv_slot_utilisation for metrics in step_metrics(trace)} == {None}
 
 
 def test_a_prompt_that_is_computed_again_after_a_preemption_is_a_recomputation(tiny: TinyPair) -> None:

@@ -7,7 +7,7 @@ import pytest
 from minillm.errors import TraceError
 from minillm.request import Request
 from minillm.sampling import SamplingParams
-from minillm.speculative.draft_policy import AdaptiveDrafts
+from minillm.speculative.adaptive_drafts import AdaptiveDrafts
 from minillm.speculative.step_costs import StepCosts
 from minillm.trace import DraftsPlanned, RequestAdded, Trace
 from minillm.viz.speculation.draft_decision import MAX_REQUESTS, DraftDecision
@@ -85,6 +85,16 @@ def test_whole_trees_leave_gaps_in_the_curve() -> None:
 def test_an_event_without_predictions_is_refused() -> None:
     with pytest.raises(TraceError, match="nothing to draw"):
         DraftDecision(DraftsPlanned(["a"], [0], [], []))
+    with pytest.raises(TraceError, match="nothing to draw"):
+        DraftDecision(DraftsPlanned(["a"], [0], [[]], [1.0]))
+
+
+def test_a_request_keeps_its_letter_when_its_id_is_used_again() -> None:
+    event = DraftsPlanned(["x"], [1], [[0.5]], [1.0, 1.2])
+    trace = Trace([RequestAdded("x", "first", [1]), event, RequestAdded("x", "second", [1])])
+    assert "A 1 (0.50)" in DraftDecision(event, trace).describe()
+    again = DraftsPlanned(["x"], [1], [[0.5]], [1.0, 1.2])
+    assert "B 1 (0.50)" in DraftDecision(again, Trace([*trace, again])).describe()
 
 
 def test_positions_without_room_are_counted_in_the_picture_and_in_words() -> None:

@@ -90,3 +90,14 @@ def test_half_precision_works_too():
 def test_what_cannot_be_drawn_is_refused(owners, shape, says):
     with pytest.raises(ConfigError, match=says):
         KernelTiles(owners, shape, (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("owners", "shape", "tile"),
+    [([], (1, 1), (1, 1)), ([[]], (1, 1), (1, 1)), ([[0, 0], [0]], (2, 2), (1, 1)), ([[0]], (1, 1), (0, 1))],
+)
+def test_lanes_that_are_no_tiles_of_a_tensor_are_refused(
+    owners: list[list[int]], shape: tuple[int, int], tile: tuple[int, int]
+) -> None:
+    with pytest.raises(ConfigError, match=r"do not cover|rows equally long"):
+        KernelTiles(owners, shape, tile)

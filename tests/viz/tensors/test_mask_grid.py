@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
+import pytest
+
+from minillm.errors import ConfigError
 from minillm.teaching.exercises.l02_kv_cache import offset_mask
 from minillm.viz.tensors.mask_grid import MaskGrid
 
@@ -34,3 +37,18 @@ def test_many_keys_are_drawn_small():
     boxes = [e for e in ET.fromstring(svg).iter(f"{SVG}rect") if e.get("data-state")]
     assert len(boxes) == 400 and all(float(box.get("width")) > 0 for box in boxes)
     assert "from the cache" in svg and svg.count(">key<") <= 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys", "past"),
+    [
+        ([], [], 0),
+        ([[True]], ["a"], -1),
+        ([[True]], ["a", "b"], 0),
+        ([[True]], ["a", "b"], 1),
+        ([[True] * 3], ["a"], 2),
+    ],
+)
+def test_a_mask_that_does_not_fit_its_tokens_is_refused(mask: list[list[bool]], keys: list[str], past: int) -> None:
+    with pytest.raises(ConfigError, match="give one key per token"):
+        MaskGrid(mask, keys, past)

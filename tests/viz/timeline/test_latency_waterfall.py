@@ -106,6 +106,7 @@ def test_plotly_accepts_the_figure_and_stacks_the_same_parts() -> None:
         ([Latency("a", {"wait": 1.0})], "has a part 'wait'; the parts are tokenise, queue"),
         ([Latency("a", {"draft": -1.0})], "draft took -1.0 seconds"),
         ([Latency("a", {"draft": float("nan")})], "draft took nan seconds"),
+        ([Latency("a", {"draft": float("inf")})], "draft took inf seconds"),
         ([Latency("a", {}), Latency("a", {})], "two rows 'a'"),
         ([Latency("a", {}, before="b"), Latency("b", {})], "before='b', which is not an earlier row"),
     ],
@@ -113,6 +114,12 @@ def test_plotly_accepts_the_figure_and_stacks_the_same_parts() -> None:
 def test_what_cannot_be_drawn_is_refused(rows: list[Latency], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LatencyWaterfall("t", rows)
+
+
+@pytest.mark.parametrize("limit", [0.0, -0.1, float("inf"), float("nan")])
+def test_a_limit_that_is_no_time_is_refused(limit: float) -> None:
+    with pytest.raises(ConfigError, match=f"limit = {limit} seconds"):
+        LatencyWaterfall("t", [Latency("a", {"draft": 1.0})], limit=limit)
 
 
 def test_plotly_says_the_values_and_the_limit_and_keeps_its_legend_off_the_axis():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from minillm.errors import ConfigError, TraceError
 from minillm.trace import RequestFinished, StepFinished, StepRan, Trace
 from minillm.trace.timeline_state import Cell, Row, Timeline, TimelineState
+from minillm.viz import CachePagesView
 from minillm.viz.timeline import timeline_view
 from minillm.viz.timeline.timeline_lanes import Columns, Lanes, fitted
 from minillm.viz.timeline.timeline_view import MAX_COMPARED, TimelineComparison, TimelineView
@@ -150,7 +152,7 @@ def test_abort_before_the_first_step_has_no_cells():
     s.add("a", "a", 5)
     s.trace.append(RequestFinished("a", "abort", 5, 0))
     svg = TimelineView(s.trace).to_svg()
-    assert not found(svg, "cells") and not found(svg, "end")
+    assert not found(svg, "cells") and len(found(svg, "end")) == 1
 
 
 def test_growing_trace_gives_the_same_pictures_as_a_complete_one():
@@ -208,12 +210,57 @@ def test_comparison_folds_each_event_once_for_the_whole_and_once_for_a_step(monk
     assert len(folded) == 2 * len(trace)
 
 
-def test_comparison_models_each_picture_once(monkeypatch):
+def test_comparison_models_a_trace_again_only_after_it_has_grown(monkeypatch):
     calls = []
     model = timeline_view.static_schedule
     monkeypatch.setattr(timeline_view, "static_schedule", lambda *given: calls.append(given) or model(*given))
-    TimelineComparison(story()).to_svg(3)
+    events = story().events
+    trace = Trace(events[:40])
+    view = TimelineComparison(trace)
+    before = view.to_svg()
+    assert view.to_svg(1) and view.describe() and view.to_svg(2)
     assert len(calls) == 1
+    for event in events[40:]:
+        trace.append(event)
+    assert before != view.to_svg() == TimelineComparison(story()).to_svg()
+    assert len(calls) == 2 + 1
+
+
+@pytest.mark.parametrize("num_prompt", [16, 40])
+def test_the_pages_call_work_after_a_preemption_what_the_timeline_calls_it(num_prompt):
+    """Whether the preemption came in the middle of the prompt or after its first token."""
+    s = Script(gamma=0, budget=16)
+    s.add("a", "def f():", num_prompt)
+    s.step(prefill("a", 16))
+    s.step(preempt=["a"])
+    for num_tokens in (10, 7, 8):
+        s.step(prefill("a", min(num_tokens, num_prompt + 1)))
+    called = [re.search("recompute|prefill", CachePagesView(s.trace).describe(step))[0] for step in (1, 3, 4, 5)]
+    [row] = timeline_of(s.trace).rows
+    assert called == [row.cells[step].kind for step in (1, 3, 4, 5)] == ["prefill", "recompute", "recompute", "prefill"]
+
+
+def test_a_request_aborted_before_it_could_run_ends_where_it_arrives():
+    s = Script(gamma=0)
+    s.add("early", "def early():", 4)
+    s.trace.append(RequestFinished("early", "abort", 4, 0))
+    s.add("a", "def f():", 4)
+    s.step(prefill("a", 4), waiting=0)
+    s.step(decode("a"), waiting=0)
+    s.add("b", "def g():", 4)
+    s.trace.append(RequestFinished("b", "abort", 4, 0))
+    between = TimelineView(s.trace).describe()
+    s.add("c", "def h():", 4)
+    s.step(decode("a"), waiting=0)
+    early, _, b, _ = timeline_of(s.trace).rows
+    assert (early.arrival, early.end, b.arrival, b.end) == (1, 1, 3, 3)
+    words = TimelineView(s.trace).describe()
+    assert "A 'def·early():' from step 1: never ran; ended (abort)" in words
+    assert "C 'def·g():' from step 3: never ran; ended (abort)" in words and words.count("never ran") == 2
+    assert "C 'def·g():' from step 3: never ran" in between
+    s.add("d", "def i():", 4)
+    assert "from step 4: has not run" in TimelineView(s.trace).describe()
+    parse(TimelineView(s.trace).to_svg())
 
 
 @pytest.mark.parametrize("batch_size", [0, -1])

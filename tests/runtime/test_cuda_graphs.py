@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from minillm.runtime.capture_failure import CaptureError, capture_errors
+from minillm.runtime.cuda_graphs import CaptureError, capture_errors
 
 
 @contextmanager

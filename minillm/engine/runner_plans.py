@@ -1,0 +1,133 @@
+"""The runners of an engine and the memory of their caches."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from minillm.cache.base import KVCache
+from minillm.config import CacheConfig
+from minillm.engine.placement import Placement
+from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
+from minillm.models.calibration import CalibrationTexts
+from minillm.models.decoder import Decoder
+from minillm.models.loading import cast_model
+from minillm.runtime.runner import ModelRunner
+
+
+class RunnerPlans:
+    """The runners of an engine. Their caches are allocated together, because one block table addresses all of them."""
+
+    def __init__(
+        self, placement: Placement, block_size: int, layout: type[KVCache], cache: CacheConfig, texts: CalibrationTexts
+    ) -> None:
+        self.placement, self.block_size, self.layout, self.options = placement, block_size, layout, cache.options
+        self.texts = texts
+        """Calibration texts, for caches that need some."""
+        self.runners: list[ModelRunner] = []
+        """Those with a cache of their own."""
+        self._sharing: list[tuple[ModelRunner, ModelRunner]] = []
+        """Runners without one, each with the runner whose cache it shares."""
+        self._layouts: list[tuple[type[KVCache], Mapping[str, Any]]] = []
+
+    def new_runner(self, model: Decoder, layout: type[KVCache] | None = None, **options: Any) -> ModelRunner:
+        """See `DraftContext.new_runner`. Raises `UnsupportedError` for a layout that blocks cannot address."""
+        chosen, options = (self.layout, dict(self.options)) if layout is None else (layout, options)
+        if chosen.whole_sequences != self.layout.whole_sequences:
+            raise UnsupportedError(
+                f"cache layouts {chosen.__name__} and {self.layout.__name__} cannot serve one engine: the blocks of "
+                "one are whole requests, those of the other are not"
+            )
+        runner = ModelRunner(model, None, self.block_size)  # type: ignore[arg-type]  (`allocate` sets its cache)
+        return self.add(runner, chosen, options)
+
+    def add(
+        self, runner: ModelRunner, layout: type[KVCache] | None = None, options: Mapping[str, Any] | None = None
+    ) -> ModelRunner:
+        """Plan a cache for a runner that has none yet; by default of the engine's layout. Returns the runner."""
+        self.runners.append(runner)
+        self._layouts.append((layout or self.layout, self.options if options is None else options))
+        return runner
+
+    def share_cache(self, owner: ModelRunner, model: Decoder) -> ModelRunner:
+        """See `DraftContext.share_cache`."""
+        runner = ModelRunner(model, None, self.block_size)  # type: ignore[arg-type]  (`allocate` sets its cache)
+        self._sharing.append((runner, owner))
+        return runner
+
+    @property
+    def all_runners(self) -> list[ModelRunner]:
+        """The runners with and without a cache of their own."""
+        return [*self.runners, *(runner for runner, _ in self._sharing)]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, summed over all caches."""
+        return sum(
+            layout.bytes_per_block(runner.model.config, self.block_size, self.placement.dtype, **options)
+            for runner, (layout, options) in zip(self.runners, self._layouts, strict=True)
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the caches, then the views of them. Raises `ConfigError` if the system does not give the memory."""
+        place = self.placement
+        needed = num_blocks * self.bytes_per_block
+        for runner, (layout, options) in zip(self.runners, self._layouts, strict=True):
+            with memory_for(num_blocks, needed):
+                runner.cache = layout(
+                    runner.model.config, num_blocks, self.block_size, place.dtype, place.device, **options
+                )
+            if runner.cache.stored_rows() is None:  # no executor reads this cache, so PyTorch runs the model
+                cast_model(runner.model, place.dtype)
+            runner.cache.prepare(runner.model, self.texts)
+        for runner, owner in self._sharing:
+            runner.cache = owner.cache.draft_view()
+
+    def use_executors(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Give each model whose caches are all supported an executor. On a CPU the weights of a model move into its
+        executor, so one unsupported cache keeps all runners of that model in PyTorch."""
+        for model in {runner.model: None for runner in self.all_runners}:
+            runners = [runner for runner in self.all_runners if runner.model is model]
+            reason = next(filter(None, (runner.unsupported_reason() for runner in runners)), None)
+            if reason is None:
+                reasons = [runner.use_executor(max_num_seqs, max_model_len) for runner in runners]
+                reason = next(filter(None, reasons), None)
+            if reason is None:
+                continue
+            if self.placement.device.type == "cuda":
+                warn_of_fallback("GPU", reason, "run `minillm doctor` for details")
+            elif reason == runners[0].unsupported_sizes():
+                warn_of_fallback("CPU", reason, "choose another dtype or model")
+
+
+@contextmanager
+def memory_for(num_blocks: int, needed: int) -> Iterator[None]:
+    """Allocate caches of `needed` bytes in this process, or as many in each rank of a tensor-parallel engine. Raises
+    `ConfigError` if the system does not give them: a limit of a process is not in the free memory."""
+    no_memory = ConfigError(
+        f"{num_blocks} cache blocks need {needed / 2**20:,.0f} MiB, which the system does not give this process; "
+        "lower num_kv_blocks or max_model_len, or raise the limit (ulimit -v)"
+    )
+    if needed >= 2**63:  # more than PyTorch can count
+        raise no_memory
+    try:
+        yield
+    except MemoryError:
+        raise no_memory from None
+    except (RuntimeError, EngineDeadError) as problem:  # the second has the words of the rank's own error
+        if re.search("allocate memory|out of memory|MemoryError", str(problem)):
+            raise no_memory from None
+        raise
+
+
+def warn_of_fallback(processor: str, reason: str, fix: str) -> None:
+    """Warn that plain PyTorch runs a model, and why. On a CPU not for layouts and weights that nothing else runs, which
+    were chosen, nor for what the doctor finds missing on this machine."""
+    warnings.warn(
+        f"the {processor} runs plain PyTorch, which is correct but slower: {reason}; {fix}, or pass enforce_eager=True "
+        "to choose it without this warning",
+        stacklevel=2,
+    )

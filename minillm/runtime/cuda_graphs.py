@@ -1,0 +1,71 @@
+"""Recording CUDA graphs, and why one could not be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+WARM_UPS = 2
+"""Runs before a capture. The first compiles kernels and allocates workspaces, which a capture must not do."""
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+"""Record the launches of a function; returns a function that replays them."""
+
+
+class CudaCapture:
+    """Records CUDA graphs, all on one side stream and with one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Replay:
+        """See `Capture`. Warms up on the stream that records, because cuBLAS workspaces belong to a stream.
+
+        Raises `CaptureError`. What other threads do to the device meanwhile does not disturb the recording.
+        """
+        current = torch.cuda.current_stream()
+        try:
+            self.stream.wait_stream(current)
+            with capture_errors(torch.cuda.stream(self.stream)):
+                for _ in range(WARM_UPS):
+                    function()
+            current.wait_stream(self.stream)
+            graph = torch.cuda.CUDAGraph()
+            recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+            with capture_errors(recording):
+                function()
+        finally:
+            torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place
+        return graph.replay
+
+
+class CaptureError(RuntimeError):
+    """A CUDA graph could not be captured. The text is the reason, in one line."""
+
+
+@contextmanager
+def capture_errors(capture: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter `capture`: a `torch.cuda.graph`, or the stream on which a step warms up for one.
+
+    Raises `CaptureError` in place of a `RuntimeError`. The end of a failed capture raises one of its own, which hides
+    the error of the step: that error is the reason; if it is an interrupt, it is raised itself.
+    """
+    of_step: BaseException | None = None
+    try:
+        with capture:
+            try:
+                yield
+            except BaseException as problem:
+                of_step = problem
+                raise
+    except RuntimeError as problem:
+        reason = of_step or problem
+        if not isinstance(reason, Exception):
+            raise reason from None
+        line = (str(reason).splitlines() or [type(reason).__name__])[0][:200]
+        raise CaptureError(line) from reason
