@@ -25,14 +25,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from minillm.bench.harness import result, save
 from minillm.bench.on_gpu.findings import failure_note
-from minillm.bench.on_gpu.stage_runner import DONE, STAGES, TOTAL_S, Stage, kill, run_stage
+from minillm.bench.on_gpu.stage_runner import DONE, STAGES, TOTAL_S, Stage, StageProcesses, run_stage
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.ops.dispatch import has_triton, interpreted
 
@@ -53,12 +52,12 @@ def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Pa
     outcome = result("gpu", {"rehearsal": rehearse, "stages": [stage.name for stage in chosen], **models}, [])
     outcome["stages"] = []
 
-    started: list[Popen[bytes]] = []
+    processes = StageProcesses()
 
     def one(stage: Stage) -> dict[str, Any]:
         left = TOTAL_S - (time.monotonic() - began)
         lines = save_to and _lines_file(save_to, stage)
-        return run_stage(stage, rehearse, min(stage.budget_s, left), lines, started)
+        return run_stage(stage, rehearse, min(stage.budget_s, left), lines, processes)
 
     # On a GPU one stage at a time, because stages are timed. In a rehearsal two at once, in threads of their own.
     with _sigterm_as_exit(), ThreadPoolExecutor(2) as pool, tqdm(total=len(chosen), desc="stages") as bar:
@@ -72,8 +71,7 @@ def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Pa
                     _lines_file(save_to, stage).unlink(missing_ok=True)
         except BaseException:  # also an interrupt, which the threads of a rehearsal do not get
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in started:
-                kill(process)
+            processes.end()
             raise
     outcome["config"]["seconds"] = round(time.monotonic() - began, 1)
     return outcome

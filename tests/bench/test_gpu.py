@@ -27,7 +27,7 @@ from minillm.bench.on_gpu import stage_check as gpu_check
 from minillm.bench.on_gpu import stage_kernels
 from minillm.bench.on_gpu import stage_runner as gpu_stages
 from minillm.bench.on_gpu.findings import Findings, Report, Target
-from minillm.bench.on_gpu.stage_runner import STAGES, Stage, run_stage
+from minillm.bench.on_gpu.stage_runner import STAGES, Stage, StageProcesses, run_stage
 from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.bench.on_gpu.stage_speculation import SyntheticJudge, tokens_per_round
 from minillm.cache.paged import PagedKVCache
@@ -101,7 +101,7 @@ def test_stages_share_the_time_and_each_is_saved_at_once(monkeypatch: pytest.Mon
     clock, seen = SimpleNamespace(now=0.0), []
     file = tmp_path / "out.json"
 
-    def fake(stage: Stage, rehearse: bool, seconds: float, lines: Path, started: list[Any]) -> dict[str, Any]:
+    def fake(stage: Stage, rehearse: bool, seconds: float, lines: Path, processes: StageProcesses) -> dict[str, Any]:
         saved = json.loads(file.read_text())["stages"] if file.exists() else []
         seen.append((stage.name, seconds, len(saved)))
         assert [path.name for path in tmp_path.iterdir()] == ["out.json"] * bool(saved)
@@ -210,6 +210,15 @@ def test_a_signal_ends_the_stages_too_and_leaves_what_they_have_found(
     assert has_ended(child)
     assert Findings.read(lines).notes == {"child": child}
     assert not (tmp_path / "gpu.json.decode.jsonl").exists(), "no further stage is started"
+
+
+def test_a_stage_that_starts_when_all_are_ended_is_ended_too() -> None:
+    early, late = (subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in "ab")
+    processes = StageProcesses()
+    processes.add(early)
+    processes.end()
+    processes.add(late)
+    assert early.wait(1) == late.wait(1) == -signal.SIGKILL
 
 
 def faults(setup: StageSetup, report: Report) -> None:

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +61,12 @@ def run_stage(
     is_rehearsal: bool,
     seconds: float,
     lines: Path | None = None,
-    started: list[subprocess.Popen[bytes]] | None = None,
+    processes: StageProcesses | None = None,
 ) -> dict[str, Any]:
     """Run a stage for at most `seconds`; returns its results and how it ended, as JSON values.
 
-    `lines`: the file to which the stage writes, which stays; None: a temporary one. The stage's process is added to
-    `started`, so that another thread can `kill` it.
+    `lines`: the file to which the stage writes, which stays; None: a temporary one. `processes`: where another thread
+    can end it.
     """
     info: dict[str, Any] = {"name": stage.name, "what": stage.description, "budget_s": seconds}
     if seconds < LEAST_S:
@@ -74,7 +76,7 @@ def run_stage(
         lines, errors = lines or Path(folder, "lines.jsonl"), Path(folder, "errors.txt")
         lines.unlink(missing_ok=True)
         began = time.monotonic()
-        processes = [] if started is None else started
+        processes = processes or StageProcesses()
         status, code, restarts = _run_with_restarts(stage, is_rehearsal, began + seconds, lines, errors, processes)
         took = round(time.monotonic() - began, 1)
         ending = {"status": status, "seconds": took, "restarts": restarts}
@@ -88,7 +90,7 @@ def _run_with_restarts(
     deadline: float,
     lines: Path,
     errors: Path,
-    started: list[subprocess.Popen[bytes]],
+    processes: StageProcesses,
 ) -> tuple[str, int | None, int]:
     """Run a stage, again after each CUDA error that has left a note. Returns how it ended, and the number of restarts.
 
@@ -96,7 +98,7 @@ def _run_with_restarts(
     """
     num_notes, restarts = 0, 0
     while True:
-        status, code = _run(stage, is_rehearsal, deadline, lines, errors, started)
+        status, code = _run(stage, is_rehearsal, deadline, lines, errors, processes)
         before, num_notes = num_notes, len(Findings.read(lines).notes)
         has_time = deadline - time.monotonic() >= LEAST_S
         if code != DEVICE_FAULT_CODE or num_notes == before or not has_time:
@@ -110,7 +112,7 @@ def _run(
     deadline: float,
     lines: Path,
     errors: Path,
-    started: list[subprocess.Popen[bytes]],
+    processes: StageProcesses,
 ) -> tuple[str, int | None]:
     with errors.open("a", encoding="utf-8") as stream:
         process = subprocess.Popen(
@@ -120,7 +122,7 @@ def _run(
             env=environment(is_rehearsal),
             start_new_session=True,
         )
-        started.append(process)
+        processes.add(process)
         try:
             code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
             return (DONE if code == 0 else FAILED), code
@@ -136,10 +138,34 @@ def command(stage: Stage, lines: Path, deadline: float, is_rehearsal: bool) -> l
     return [*worker, *(["--rehearse"] if is_rehearsal else [])]
 
 
+class StageProcesses:
+    """The processes of stages that run in several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._ended = False
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        """Note a process. After `end`, which may have missed it, it is killed."""
+        with self._lock:
+            self._started.append(process)
+        if self._ended:
+            kill(process)
+
+    def end(self) -> None:
+        """Kill all of them, those too that another thread is about to start."""
+        self._ended = True
+        with self._lock:
+            for process in self._started:
+                kill(process)
+
+
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a stage and the processes that it has started, such as compilers."""
     if process.poll() is None and hasattr(os, "killpg"):
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # another thread was quicker
+            os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()
 

@@ -144,7 +144,8 @@ class PageGrid:
         x, y = g.corner(place)
         base = y + g.head * 0.65
         name = str(page.block_id) if page.copied_from is None else f"{page.block_id}←{page.copied_from}"
-        look: Attributes = {"fill": MUTED if page.state != "cached" else None, "font-family": MONO}
+        is_free = page.state in ("free", "freed")  # MUTED is too pale on the colour of an owner
+        look: Attributes = {"fill": MUTED if is_free else None, "font-family": MONO}
         left = element("text", {"x": x + g.pad - 1, "y": base, **look, **_halo(page)}, name)
         if not page.owners:
             return left
