@@ -61,6 +61,9 @@ TOGETHER = (
         "tests/engine/test_same_tokens.py",
         "tests/speculative/test_compiled_heads.py",
         "tests/bench/test_kernels.py",
+        "tests/cache/test_kivi.py",
+        "tests/cache/test_paged_int4.py",
+        "tests/speculative/test_self_quant.py",
     ),
 )
 """Files that share what is slow to make: one worker runs them. The first share the book of all lessons, the others the

@@ -210,15 +210,33 @@ The goal is a p50 below {goal_ms:.0f} ms from the next key on, and here it is {"
 """
 
 
-def processors_words() -> str:
-    """Which weights the table of `docs/processors.md` was measured with, and where its two sides had unlike limits."""
-    text = f"Measured {'with the bundled weights' if is_of_bundled_weights('processors') else EARLIER}."
-    if "held_to" not in load("processors")["config"]:
-        text += (
-            " An exception to the limits: as `alderlake` PyTorch was held to AVX2, without AVX-VNNI, which the "
-            "compiled step used."
-        )
-    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
+def processors_table() -> str:
+    """Where, with what and how `docs/processors.md` was measured, and a line for each processor and kind of weights."""
+    result = load("processors")
+    config, cpu = result["config"], result["hardware"]["cpu"]
+    weights = "" if is_of_bundled_weights("processors") else f" {EARLIER[0].upper()}{EARLIER[1:]}."
+    words = (
+        f"{config['rounds']} rounds on {cpu['name']} ({', '.join(cpu['simd'])}), one thread, completions of "
+        f"{config['new_tokens']} tokens after {config['prompt_tokens']}. In brackets are the lowest and the highest "
+        f"ratio.{weights}"
+    )
+    lines = ["| processor | what | tokens/s | PyTorch's tokens/s | speed over PyTorch's | same tokens |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    rows = result["rows"]
+    for row in (row for row in rows if row["baseline"]):
+        at = row["config"]["processor"]
+        [plain] = (r for r in rows if r["config"]["processor"] == at and r["system"] == row["baseline"])
+        spread = f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+        speeds = f"{row['tokens_per_s']:,.0f} | {plain['tokens_per_s']:,.0f}"
+        lines.append(f"| {at} | {row['system']} | {speeds} | {spread} | {'yes' if row['outputs_equal'] else 'no'} |")
+    lines += [f"| {name} | refused: {reason} |  |  |  |  |" for name, reason in config["left_out"].items()]
+    lines += [
+        f"| {name} | compiled only, {kind}: {loop} |  |  |  |  |"
+        for name, loops in config["loops"].items()
+        for kind, loop in loops.items()
+    ]
+    table = "\n".join(lines)
+    return f"{textwrap.fill(words, 120, break_on_hyphens=False)}\n\n{table}\n"
 
 
 def with_table(readme: str) -> str:
@@ -252,7 +270,7 @@ def pages() -> dict[Path, str]:
         RAY: with_cluster_tables(RAY.read_text(encoding="utf-8")),
         COMPLETION: between_marks(COMPLETION.read_text(encoding="utf-8"), completion_table()),
         GPU: between_marks(GPU.read_text(encoding="utf-8"), "\n" + gpu_tables() + "\n"),
-        PROCESSORS: between_marks(PROCESSORS.read_text(encoding="utf-8"), processors_words()),
+        PROCESSORS: between_marks(PROCESSORS.read_text(encoding="utf-8"), processors_table()),
     }
 
 

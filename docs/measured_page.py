@@ -195,8 +195,8 @@ SECTIONS = (
         "threads",
         "Threads",
         "Whole completions of one request with more threads than processors, on a machine as it is, beside busy "
-        "processes, and with a CPU quota. Compare only lines of one condition: other work ran on the machine, and the "
-        "absolute numbers are far below those of the first table.",
+        "processes, and with a CPU quota. Compare only lines of one condition: prefill is included, so the numbers are "
+        "below those of the first table.",
     ),
 )
 

@@ -135,11 +135,12 @@ def test_brackets_that_are_no_intervals_are_named(
 ) -> None:
     """Results of six rounds and more from before there were intervals; from fewer rounds there are none."""
     page = importlib.import_module("measured_page")
-    assert results.has_extremes_for_intervals("verify_0.4b") and results.has_extremes_for_intervals("prefill_0.4b_xeon")
+    old = "prefill_0.4b_xeon"
+    assert results.has_extremes_for_intervals(old)
     assert not any(map(results.has_extremes_for_intervals, ("verify", "batch_0.4b", "decode")))
-    for file in ("verify_0.4b", "verify"):
+    for file in (old, "verify"):
         said = page._how(file, results.load(file))
-        assert ("In brackets are the lowest and the highest" in said) is (file == "verify_0.4b")
+        assert ("In brackets are the lowest and the highest" in said) is (file == old)
     marked = [line for line in figures.headline_table().splitlines() if "(lowest to highest)" in line]
     assert marked and all(line.startswith("| 0.4B, AMX: prefill") for line in marked)
     assert "Lines with `(lowest to highest)`" in " ".join(figures.headline_words().split())
@@ -156,12 +157,11 @@ def test_settings_of_peers_and_compiled_ops_that_a_result_lacks_are_named(
 ) -> None:
     page = importlib.import_module("measured_page")
     assert "| transformers fp32 | dynamic |" in figures.measured()
-    assert "The result lacks the compiled `int4_linear`, which came later." in page.kernels()
-    more = copy.deepcopy(page.load("kernels"))
-    row = next(r for r in more["rows"] if r["config"]["op"] == "int8_linear" and r["baseline"])
-    more["rows"].append(row | {"config": row["config"] | {"op": "int4_linear", "implementation": "compiled"}})
-    monkeypatch.setattr(page, "load", lambda file: more)
     assert "The result lacks" not in page.kernels()
+    less = copy.deepcopy(page.load("kernels"))
+    less["rows"] = [r for r in less["rows"] if not (r["config"]["op"] == "int4_linear" and r["baseline"])]
+    monkeypatch.setattr(page, "load", lambda file: less)
+    assert "The result lacks the compiled `int4_linear`, which came later." in page.kernels()
 
 
 def test_results_of_uncommitted_code_are_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,13 +225,15 @@ def test_transformers_without_cuda_graphs_is_not_called_compiled_alone(
     assert "(fp32 compiled;" in " ".join(page.gpu_words().split()) and without not in page.gpu_tables()
 
 
-def test_unlike_limits_of_a_processor_are_named_until_it_is_measured_again(
-    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(figures, "load", lambda file: {"config": {}})
-    assert "without AVX-VNNI" in " ".join(figures.processors_words().split())
-    monkeypatch.setattr(figures, "load", lambda file: {"config": {"held_to": {}}})
-    assert "AVX-VNNI" not in figures.processors_words()
+def test_each_processor_and_kind_of_weights_has_a_line(figures: ModuleType) -> None:
+    result = figures.load("processors")
+    lines = figures.processors_table().splitlines()
+    ratios = [row for row in result["rows"] if row["baseline"]]
+    assert sum("×" in line for line in lines) == len(ratios) > 0
+    assert sum("refused: " in line for line in lines) == len(result["config"]["left_out"])
+    row = ratios[0]
+    [line] = (line for line in lines if line.startswith(f"| {row['config']['processor']} | {row['system']} |"))
+    assert f"| {row['ratio']:.2f}× (" in line and f"| {row['tokens_per_s']:,.0f} |" in line
 
 
 def test_the_speed_of_a_drafting_method_is_the_mean_over_its_own_lines(figures: ModuleType) -> None:

@@ -123,19 +123,20 @@ def test_a_bfloat_model_is_nearer_to_float32_than_plain_pytorch_in_bfloat(shape:
     assert relative(got, right) < relative(plain, right)
 
 
-@pytest.mark.parametrize("layout", CACHES)
-def test_every_cache_beside_a_bfloat_model_gives_nearly_its_logits_in_float32(layout: type[KVCache]) -> None:
-    model, exact = rounded(random_model(PLAIN))
-    right = outputs(runner_of(exact, layout, fast=False))
-    lost = relative(right, outputs(runner_of(exact, fast=False)))  # by the cache alone
-    assert relative(outputs(runner_of(model, layout)), right) < 0.02 + lost
-
-
-@pytest.mark.parametrize("scheme", [Int8(), *GROUPED, W8A8()], ids=str)
-def test_quantised_weights_in_a_bfloat_model_give_nearly_their_logits_in_float32(scheme: Scheme) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "layout"),
+    [(Int8(), PagedInt8KVCache), *((grouped, PagedInt4KVCache) for grouped in GROUPED), (W8A8(), PagedKVCache)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_quantised_weights_in_a_bfloat_model_give_nearly_their_logits_in_float32(
+    scheme: Scheme, layout: type[KVCache]
+) -> None:
+    """Each cache is tried beside some weights: every pair is compiled anew."""
     model = quantized(scheme, dtype=torch.bfloat16)
-    got, plain = outputs(runner_of(model)), outputs(runner_of(model, fast=False)).float()
-    assert relative(got, plain) < 0.03
+    plain, fast = runner_of(model, layout, fast=False), runner_of(model, layout)
+    right = outputs(plain).float()
+    lost = relative(right, outputs(runner_of(model, fast=False)).float())  # by the cache alone
+    assert relative(outputs(fast), right) < 0.03 + lost
 
 
 def test_a_bfloat_model_gives_the_same_bits_for_a_request_alone_in_a_batch_and_in_chunks() -> None:
