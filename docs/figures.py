@@ -29,6 +29,8 @@ from results import (
     row_of,
 )
 
+from minillm.bench import processors
+
 README, MEASURED, RAY = ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "ray.md"
 COMPLETION, PROCESSORS = ROOT / "docs" / "completion.md", ROOT / "docs" / "processors.md"
 GPU = ROOT / "docs" / "gpu.md"
@@ -211,32 +213,16 @@ The goal is a p50 below {goal_ms:.0f} ms from the next key on, and here it is {"
 
 
 def processors_table() -> str:
-    """Where, with what and how `docs/processors.md` was measured, and a line for each processor and kind of weights."""
+    """How `docs/processors.md` was measured, and a line for each processor and kind of weights."""
     result = load("processors")
     config, cpu = result["config"], result["hardware"]["cpu"]
     weights = "" if is_of_bundled_weights("processors") else f" {EARLIER[0].upper()}{EARLIER[1:]}."
     words = (
         f"{config['rounds']} rounds on {cpu['name']} ({', '.join(cpu['simd'])}), one thread, completions of "
-        f"{config['new_tokens']} tokens after {config['prompt_tokens']}. In brackets are the lowest and the highest "
+        f"{config['new_tokens']} tokens after {config['prompt_tokens']}. The spread is the lowest and the highest "
         f"ratio.{weights}"
     )
-    lines = ["| processor | what | tokens/s | PyTorch's tokens/s | speed over PyTorch's | same tokens |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    rows = result["rows"]
-    for row in (row for row in rows if row["baseline"]):
-        at = row["config"]["processor"]
-        [plain] = (r for r in rows if r["config"]["processor"] == at and r["system"] == row["baseline"])
-        spread = f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
-        speeds = f"{row['tokens_per_s']:,.0f} | {plain['tokens_per_s']:,.0f}"
-        lines.append(f"| {at} | {row['system']} | {speeds} | {spread} | {'yes' if row['outputs_equal'] else 'no'} |")
-    lines += [f"| {name} | refused: {reason} |  |  |  |  |" for name, reason in config["left_out"].items()]
-    lines += [
-        f"| {name} | compiled only, {kind}: {loop} |  |  |  |  |"
-        for name, loops in config["loops"].items()
-        for kind, loop in loops.items()
-    ]
-    table = "\n".join(lines)
-    return f"{textwrap.fill(words, 120, break_on_hyphens=False)}\n\n{table}\n"
+    return f"{textwrap.fill(words, 120, break_on_hyphens=False)}\n\n{processors.markdown(result)}"
 
 
 def with_table(readme: str) -> str:

@@ -103,17 +103,20 @@ def run(
     return result("processors", config, rows)
 
 
-HEADINGS = ("processor", "what", "speed over PyTorch's", "spread", "PyTorch's tokens")
+HEADINGS = ("processor", "what", "tokens/s", "PyTorch's tokens/s", "speed over PyTorch's", "spread", "PyTorch's tokens")
 
 
 def lines(outcome: dict[str, Any]) -> list[tuple[str, ...]]:
     """The result as lines under `HEADINGS`: processors that ran, those that were refused, those only compiled for."""
     from minillm.bench.tables import same_tokens
 
+    speeds = {(row["config"]["processor"], row["system"]): f"{row['tokens_per_s']:,.0f}" for row in outcome["rows"]}
     found = [
         (
             row["config"]["processor"],
             row["system"],
+            speeds[row["config"]["processor"], row["system"]],
+            speeds[row["config"]["processor"], row["baseline"]],
             f"{row['ratio']:.2f}×",
             f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
             same_tokens(row),
@@ -121,9 +124,10 @@ def lines(outcome: dict[str, Any]) -> list[tuple[str, ...]]:
         for row in outcome["rows"]
         if row["baseline"] is not None
     ]
-    found += [(name, f"refused: {why}", "", "", "") for name, why in outcome["config"]["left_out"].items()]
+    empty = [""] * (len(HEADINGS) - 2)
+    found += [(name, f"refused: {why}", *empty) for name, why in outcome["config"]["left_out"].items()]
     for name, loops in outcome["config"]["loops"].items():
-        found += [(name, f"compiled only, {kind}: {text}", "", "", "") for kind, text in loops.items()]
+        found += [(name, f"compiled only, {kind}: {text}", *empty) for kind, text in loops.items()]
     return found
 
 

@@ -174,7 +174,7 @@ def test_processors_that_ran_were_refused_or_only_compiled_all_have_their_line(
     assert asked == [("haswell", ["fp32"]), ("x86-64", ["int8"])]
     text = printed(outcome, capsys)
     assert "3.00×" in text and "refused: no FMA" in text and "24 sdot" in text
-    assert "| haswell | minillm fp32 | 3.00× | 2.50 to 3.50 | yes |" in processors.markdown(outcome)
+    assert "| haswell | minillm fp32 | 1 | 1 | 3.00× | 2.50 to 3.50 | yes |" in processors.markdown(outcome)
     with pytest.raises(ConfigError, match="haswell bf16"):
         processors.run(systems=["haswell bf16"])
 
