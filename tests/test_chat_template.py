@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from minillm import LLM, SamplingParams
 from minillm.chat_template import ChatTemplate, message_for_template
 from minillm.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
 from minillm.tokenizer import Tokenizer
+from tests.chat_model import with_template
 from tests.conftest import TinyPair
 
 TEMPLATE = (
@@ -30,11 +29,7 @@ LONGER = [*FIRST, {"role": "assistant", "content": "    return a"}]
 @pytest.fixture(scope="module")
 def folder(tiny: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a chat template."""
-    copy = tmp_path_factory.mktemp("chat") / "target"
-    shutil.copytree(tiny.target, copy)
-    config = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return copy
+    return with_template(tiny.target, tmp_path_factory.mktemp("chat") / "target", TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +197,6 @@ def test_what_cannot_be_a_chat_is_refused(llm: LLM, messages: Any, options: Any,
 
 
 def test_a_broken_template_of_the_checkpoint_is_named(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "target")
-    file = tmp_path / "target" / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": "a\n{% if %}"}))
+    broken = with_template(folder, tmp_path / "target", "a\n{% if %}")
     with pytest.raises(CheckpointError, match=r"the checkpoint's chat template is not valid Jinja: .*, line 2; fix it"):
-        ChatTemplate(Tokenizer.from_folder(tmp_path / "target"), "tiny").render(FIRST)
+        ChatTemplate(Tokenizer.from_folder(broken), "tiny").render(FIRST)

@@ -103,7 +103,7 @@ def run(
     return result("processors", config, rows)
 
 
-HEADINGS = ("processor", "what", "tokens/s", "PyTorch's tokens/s", "speed over PyTorch's", "spread", "PyTorch's tokens")
+HEADINGS = ("processor", "what", "tokens/s", "PyTorch's tokens/s", "speed over PyTorch's", "spread", "same tokens")
 
 
 def lines(outcome: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -19,6 +19,7 @@ from minillm.chat_template import ChatTemplate, message_for_template
 from minillm.engine.engine import Engine
 from minillm.errors import ConfigError
 from minillm.tokenizer import Tokenizer
+from tests.chat_model import with_template
 from tests.conftest import TinyPair
 
 TEMPLATE = (
@@ -34,11 +35,7 @@ GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": LENGTH,
 @pytest.fixture(scope="module")
 def folder(tiny: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a chat template in its tokenizer's configuration."""
-    copy = tmp_path_factory.mktemp("chat") / "target"
-    shutil.copytree(tiny.target, copy)
-    config = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return copy
+    return with_template(tiny.target, tmp_path_factory.mktemp("chat") / "target", TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -217,10 +214,7 @@ BROKEN = "a\n{% for message in messages %}"
 
 
 def test_a_broken_template_of_the_checkpoint_is_the_servers_mistake(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "target")
-    file = tmp_path / "target" / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": BROKEN}))
-    with running_server(tmp_path / "target") as server:
+    with running_server(with_template(folder, tmp_path / "target", BROKEN)) as server:
         client = server.client().with_options(max_retries=0)
         with pytest.raises(openai.InternalServerError, match=r"chat template is not valid Jinja: .*, line 2") as caught:
             client.chat.completions.create(messages=MESSAGES, **GREEDY)
