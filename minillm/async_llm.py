@@ -26,11 +26,13 @@ from minillm.errors import (
     MinillmError,
     NonFiniteLogitsError,
     QueueOverflowError,
+    UnsupportedError,
 )
 from minillm.input_processor import Prompt, check_sampling_params
 from minillm.llm_engine import LLMEngine, check_request_id
 from minillm.output_stream import OutputStream
 from minillm.outputs import RequestOutput
+from minillm.parallel.launch import has_launched_ranks
 from minillm.request import Request
 from minillm.sampling import SamplingParams
 from minillm.trace.request_metrics import prompt_id_of
@@ -44,11 +46,19 @@ class AsyncLLM:
     `max_num_queued_reqs` is the most sequences that may be unfinished at once, waiting and running; a request with
     `n=2` has two. None: no limit. As in vLLM, a request over the limit is refused with `QueueOverflowError`.
     The thread ends with `shutdown`, or when the object is no longer used.
+
+    Raises `UnsupportedError` for ranks that torchrun starts: each schedules for itself, and needs the same requests at
+    the same step, but requests arrive when they arrive.
     """
 
     def __init__(self, args: EngineArgs, *, max_num_queued_reqs: int | None = None) -> None:
         if max_num_queued_reqs is not None:
             at_least("max_num_queued_reqs", max_num_queued_reqs, 1)
+        if has_launched_ranks(args):
+            raise UnsupportedError(
+                "the ranks of torchrun need the same requests at the same step, and those of an AsyncLLM or a server "
+                "arrive at any time; use LLM, or start one process without torchrun (its backend is then 'mp')"
+            )
         self.llm_engine = LLMEngine(args)
         self.max_num_queued_reqs = max_num_queued_reqs
         self.num_unfinished = 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, UnsupportedError
 
 
 def dense_contrastive_loss(x: Tensor, y: Tensor, temperature: float) -> Tensor:
@@ -28,7 +28,10 @@ def dense_contrastive_loss(x: Tensor, y: Tensor, temperature: float) -> Tensor:
 
 
 def tiled_contrastive_loss(x: Tensor, y: Tensor, temperature: float, tile: int = 256) -> Tensor:
-    """`dense_contrastive_loss`, of which at most `tile` × `tile` similarities exist at a time."""
+    """`dense_contrastive_loss`, of which at most `tile` × `tile` similarities exist at a time.
+
+    Raises `ConfigError` for sizes that do not fit; its backward pass `UnsupportedError` with `create_graph`.
+    """
     if x.shape != y.shape or x.ndim != 2:
         raise ConfigError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must both be [n, d]: row i belongs to row i")
     if tile < 1 or not temperature > 0:
@@ -52,6 +55,8 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # `lse` would be a constant in the second derivative, which it is not
+            raise UnsupportedError("the tiled loss has no second derivative; use the dense one with create_graph")
         x, y, lse = ctx.saved_tensors
         grad_x, grad_y = -y.clone(), -x.clone()
         for i in range(0, len(x), ctx.tile):

@@ -47,6 +47,8 @@ class EmbeddingCodes:
             raise ConfigError(f"parts={parts} must divide the width of the table, {table.shape[1]}")
         if not 1 <= num_codes <= min(256, len(table)):
             raise ConfigError(f"num_codes={num_codes} must be from 1 to {min(256, len(table))}")
+        if counts.shape != (len(table),):
+            raise ConfigError(f"counts {tuple(counts.shape)} must have one number for each of the {len(table)} rows")
         weights = counts.to(table).clamp_min(1) ** power
         split = table.unflatten(1, (parts, -1)).unbind(1)
         found = [kmeans(part, weights, num_codes, rounds, step=step or lloyd_step) for part in split]

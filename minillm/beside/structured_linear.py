@@ -32,9 +32,10 @@ class LowRank:
 
     @classmethod
     def fit(cls, weight: Tensor, rank: int) -> LowRank:
-        """The best fit of this rank (Eckart and Young 1936)."""
+        """The best fit of this rank (Eckart and Young 1936). Its factors, as those of all structures, are float32 if
+        `weight` is float16 or bfloat16. Raises `ConfigError` for a rank that `weight` cannot have."""
         _check_rank(rank, weight)
-        u, s, v = torch.linalg.svd(weight, full_matrices=False)
+        u, s, v = torch.linalg.svd(_full_precision(weight), full_matrices=False)
         return cls(u[:, :rank] * s[:rank], v[:rank])
 
     @property
@@ -68,6 +69,7 @@ class Blast:
         So the error never grows. (The paper uses gradient descent.)"""
         _check_rank(rank, weight)
         _check_blocks(blocks, weight)
+        weight = _full_precision(weight)
         start = LowRank.fit(weight, rank)
         u, v = start.u.unflatten(0, (blocks, -1)), start.v.T.unflatten(0, (blocks, -1))
         s = torch.ones(blocks, blocks, rank, dtype=weight.dtype)
@@ -111,6 +113,7 @@ class Monarch:
     def fit(cls, weight: Tensor, blocks: int) -> Monarch:
         """The best fit: each slice (j, k) of W, seen as `[L, J, K, I]`, becomes its best matrix of rank one."""
         _check_blocks(blocks, weight)
+        weight = _full_precision(weight)
         slices = weight.unflatten(0, (-1, blocks)).unflatten(2, (blocks, -1)).permute(1, 2, 0, 3)  # [j, k, l, i]
         u, s, v = torch.linalg.svd(slices, full_matrices=False)
         left = (u[..., 0] * s[..., :1]).permute(0, 2, 1)
@@ -133,6 +136,7 @@ class Monarch:
 
 def relative_error(weight: Tensor, fitted: LowRank | Blast | Monarch) -> float:
     """‖W - Ŵ‖ / ‖W‖, Frobenius."""
+    weight = _full_precision(weight)
     return float(torch.linalg.norm(weight - fitted.dense()) / torch.linalg.norm(weight))
 
 
@@ -147,6 +151,11 @@ def compare(weight: Tensor, blocks: int) -> dict[str, tuple[int, float]]:
         "Monarch": monarch,
     }
     return {name: (fit.num_parameters, relative_error(weight, fit)) for name, fit in fits.items()}
+
+
+def _full_precision(weight: Tensor) -> Tensor:
+    """PyTorch decomposes no float16 and no bfloat16."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _check_rank(rank: int, weight: Tensor) -> None:

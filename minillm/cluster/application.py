@@ -23,16 +23,17 @@ from minillm.cluster.prefix_router import PrefixRouter
 from minillm.cluster.prefix_table import MAX_IMBALANCE, PrefixTable
 from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
 from minillm.cluster.session import lost_errors
-from minillm.cluster.worker_pool import check_resources
+from minillm.cluster.worker_pool import check_resources, room
 from minillm.config import at_least
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.errors import ConfigError, EngineDeadError
-from minillm.serve.server import url_of
+from minillm.serve.server import listen, url_of
 
 ROUTERS = ("prefix", "power_of_two")
 """`power_of_two` is Serve's own: the less loaded of two random replicas."""
 HEALTH_CHECK_S = 2
-START_S = 300
+START_S = 900
+"""For replicas to start, which may download the model first, and for the address to answer."""
 CONTROLLER = "SERVE_CONTROLLER_ACTOR"
 """The actor that a cluster has while it runs Serve."""
 HEAD = "node:__internal_head__"
@@ -65,7 +66,6 @@ class ClusterSettings:
         check_resources("cpus_per_replica", self.cpus_per_replica)
         check_resources("gpus_per_replica", self.gpus_per_replica, whole_above_one=True)
         PrefixTable(max_imbalance=self.max_imbalance, **self.router_limits)
-        self.replica.engine_args()
         self.replica.server_settings(self.api_keys)
 
     @property
@@ -113,7 +113,7 @@ def build_application(settings: ClusterSettings, name: str) -> serve.Application
         name="Gateway",
         num_replicas=settings.num_gateways,
         max_ongoing_requests=settings.max_ongoing_requests * settings.num_replicas,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0},  # it waits most of the time; two replicas fit on two processors
         logging_config=QUIET,
     )
     return gateway.bind(replica)
@@ -135,23 +135,26 @@ def serving(
 ) -> Iterator[str]:
     """Start gateways and replicas in the connected cluster; yields the address once it answers.
 
-    At the end Serve is stopped. Raises `ConfigError` if this is not the cluster's head node, or if the cluster runs
-    Serve already, `EngineDeadError` if the replicas cannot be started.
+    At the end Serve is stopped. Raises `ConfigError` if this is not the cluster's head node, if the cluster runs Serve
+    already or has too few processors or GPUs, or if the port is taken, `EngineDeadError` if the replicas do not start
+    within `START_S`.
     """
     _check_is_head()
     if _runs_serve():
         raise ConfigError("this Ray cluster runs Serve already; stop it with `serve shutdown`, or use another cluster")
+    _check_room(settings)
+    listen(host, port).close()
     http = HTTPOptions(host=host, port=port)
     try:
         # On a busy machine the process that listens takes longer than Serve waits for it; it is waited for below.
         with suppress(TimeoutError):
             serve.start("HeadOnly", http_options=http, logging_config=QUIET)
-        try:
-            serve.run(build_application(settings, name), name=name, route_prefix="/")
-        except RuntimeError as problem:
-            raise EngineDeadError(f"the replicas could not be started: {' '.join(str(problem).split())}") from problem
-        url = url_of(host, port)
-        _wait_until_it_answers(f"{url}/v1/models")
+        target = serve.RunTarget(build_application(settings, name), name=name, route_prefix="/")
+        with suppress(TimeoutError):  # for the same reason
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        deadline, url = time.monotonic() + START_S, url_of(host, port)
+        _wait_until_it_runs(name, deadline)
+        _wait_until_it_answers(f"{url}/v1/models", deadline)
         yield url
     finally:
         serve.shutdown()
@@ -176,9 +179,30 @@ def _runs_serve() -> bool:
     return True
 
 
-def _wait_until_it_answers(url: str) -> None:
-    """Wait for any answer of the gateway. Raises `EngineDeadError` after `START_S`."""
-    deadline = time.monotonic() + START_S
+def _check_room(settings: ClusterSettings) -> None:
+    """Raise `ConfigError` if the replicas never fit: Serve would wait for more machines."""
+    number, cpus, gpus = settings.num_replicas, settings.cpus_per_replica, settings.gpus_per_replica
+    if (there := room(cpus, gpus)) < number:
+        raise ConfigError(
+            f"num_replicas={number} need {cpus:g} CPUs and {gpus:g} GPUs each, and the cluster has room for {there:g}; "
+            "lower num_replicas, or what each of them gets"
+        )
+
+
+def _wait_until_it_runs(name: str, deadline: float) -> None:
+    """Wait for the replicas, as `serve.run` does, which never gives up. Raises `EngineDeadError`."""
+    while (found := serve.status().applications[name]).status != "RUNNING":
+        said = [found.message, *(each.message for each in found.deployments.values())]
+        reason = " ".join(" ".join(said).split())
+        if found.status == "DEPLOY_FAILED":
+            raise EngineDeadError(f"the replicas could not be started: {reason}")
+        if time.monotonic() > deadline:
+            raise EngineDeadError(f"the replicas did not start within {START_S} s: {reason}")
+        time.sleep(0.2)
+
+
+def _wait_until_it_answers(url: str, deadline: float) -> None:
+    """Wait for any answer of the gateway. Raises `EngineDeadError` after the deadline."""
     while True:
         try:
             with urllib.request.urlopen(url, timeout=10):

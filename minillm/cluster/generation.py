@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.cluster.absolute_paths import absolute_model, with_absolute_models
 from minillm.cluster.parts_folder import PartsFolder
 from minillm.cluster.worker_pool import Pool
 from minillm.config import EngineArgs, at_least
@@ -39,7 +40,7 @@ Progress = Callable[..., Iterable[Any]]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What decides the results."""
+    """What decides the results. Folders of models are made absolute, because workers run in another folder."""
 
     model: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +56,8 @@ class GenerationSettings:
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(params, name)) is not None:
                 raise ConfigError(f"{name}={asked}: batch generation writes no log probabilities; leave it out")
+        object.__setattr__(self, "model", absolute_model(self.model))
+        object.__setattr__(self, "engine", with_absolute_models(self.engine))
 
     def job(self, data: bytes, shard: int) -> dict[str, Any]:
         """What a folder of results belongs to. `data`: the input file."""

@@ -7,6 +7,7 @@ Nothing of the API is written a second time: a request arrives as its method, pa
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 from minillm.async_llm import AsyncLLM
 from minillm.chat_template import ChatTemplate
+from minillm.cluster.absolute_paths import absolute_model, with_absolute_models
 from minillm.config import EngineArgs, at_least
 from minillm.serve.app import build_app
 from minillm.serve.settings import MAX_NUM_QUEUED_REQS, ServerSettings
@@ -45,12 +47,14 @@ class ResponseStart:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """What a replica is built from, on its own machine: a folder or file named here must be there."""
+    """What a replica is built from, on its own machine: a folder or file named here must be there. Relative paths are
+    made absolute, because replicas run in another folder."""
 
     model: str
     engine: dict[str, Any] = field(default_factory=dict)
     """Options of `LLM`."""
     model_names: tuple[str, ...] = ()
+    """Names that requests may use; none: `model` as it was given."""
     allowed_origins: tuple[str, ...] = ("*",)
     max_num_queued_reqs: int = MAX_NUM_QUEUED_REQS
     """Most unfinished sequences of a replica; a request that would exceed it is answered 503."""
@@ -58,6 +62,15 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         at_least("max_num_queued_reqs", self.max_num_queued_reqs, 1)
+        self.engine_args()
+        template = self.chat_template and str(Path(self.chat_template).absolute())
+        for name, value in (
+            ("model_names", self.model_names or (self.model,)),
+            ("model", absolute_model(self.model)),
+            ("engine", with_absolute_models(self.engine)),
+            ("chat_template", template),
+        ):
+            object.__setattr__(self, name, value)
 
     def engine_args(self) -> EngineArgs:
         """The engine's options. Raises `ConfigError`."""
@@ -65,8 +78,7 @@ class ReplicaSettings:
 
     def server_settings(self, api_keys: tuple[str, ...] = ()) -> ServerSettings:
         """The server's settings. Raises `ConfigError`."""
-        names = self.model_names or (self.model,)
-        return ServerSettings(names, api_keys, self.allowed_origins)
+        return ServerSettings(self.model_names, api_keys, self.allowed_origins)
 
 
 class Replica:
@@ -81,11 +93,16 @@ class Replica:
         self.app = build_app(self.engine, settings.server_settings(), chats)
 
     async def check_health(self) -> None:
-        """Called by Serve: an engine whose loop has ended is replaced. Raises `EngineDeadError`."""
+        """Called by Serve: a replica whose engine loop has ended is replaced. Raises `EngineDeadError`."""
         await self.engine.check_health()
 
     async def handle(self, call: HttpCall) -> AsyncIterator[ResponseStart | bytes]:
-        """Answer one request: its start, then the pieces of its body. Closing the iterator aborts the request."""
+        """Answer one request: its start, then the pieces of its body. Closing the iterator aborts the request.
+
+        If the engine loop has ended, this process ends, too, so that the gateway sends the request to another replica.
+        It could answer 503, but a replica that answers at once is the least loaded one and would get every request
+        until Serve's health checks replace it.
+        """
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         left = asyncio.Event()
         requests = iter([{"type": "http.request", "body": call.body, "more_body": False}])
@@ -105,6 +122,8 @@ class Replica:
         working = asyncio.ensure_future(answer())
         try:
             while (message := await messages.get()) is not None:
+                if self.engine.errored:
+                    end_process()
                 if message["type"] == "http.response.start":
                     yield ResponseStart(message["status"], tuple(message["headers"]), self.name)
                 elif message.get("body"):
@@ -134,6 +153,11 @@ def _scope(call: HttpCall) -> dict[str, Any]:
         "root_path": "",
         "headers": list(call.headers),
     }
+
+
+def end_process() -> None:
+    """End this process at once."""
+    os._exit(1)
 
 
 def _own_name() -> str:

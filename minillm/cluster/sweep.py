@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.bench import speculation
 from minillm.bench.systems import draft_for, room_for_prompt
+from minillm.cluster.absolute_paths import absolute_model
 from minillm.cluster.parts_folder import PartsFolder
 from minillm.cluster.worker_pool import Pool
 from minillm.config import at_least
@@ -41,7 +42,8 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What is measured at every point; see `minillm.bench.speculation.run`."""
+    """What is measured at every point; see `minillm.bench.speculation.run`. Folders of models are made absolute,
+    because workers run in another folder."""
 
     model: str = "minicoder"
     draft: str | None = None
@@ -80,6 +82,8 @@ class SweepSettings:
         room_for_prompt(self.model, self.new_tokens, speculation.SHORTEST_PROMPT)
         methods = {name: speculation.METHODS[name] for name in self.methods}
         speculation.runnable(methods, self.model, draft_for(self.model, self.draft), must=self.methods)
+        object.__setattr__(self, "model", absolute_model(self.model))
+        object.__setattr__(self, "draft", absolute_model(self.draft))
 
     @property
     def points(self) -> list[Point]:

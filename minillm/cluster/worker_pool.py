@@ -23,6 +23,8 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 MAX_LOSSES = 3
 CLOSE_S = 10
+UNITS = 10_000
+"""Ray counts processors and GPUs in ten-thousandths."""
 
 
 class Worker(Protocol[Task, Result]):
@@ -46,6 +48,24 @@ def check_resources(name: str, wanted: float, whole_above_one: bool = False) -> 
         raise ConfigError(f"{name}={wanted:g} must be at least 0, and finite")
     if whole_above_one and wanted > 1 and wanted != int(wanted):
         raise ConfigError(f"{name}={wanted:g} must be a whole number, or at most 1")
+
+
+def room(num_cpus: float, num_gpus: float) -> float:
+    """How many workers with so many processors and GPUs the connected cluster's machines hold together, if nothing else
+    runs there. Each worker is on one machine, and a part of a GPU on one GPU."""
+    import ray
+
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(min(_room(each.get("CPU", 0), num_cpus), _room(each.get("GPU", 0), num_gpus, True)) for each in machines)
+
+
+def _room(there: float, wanted: float, of_one: bool = False) -> float:
+    """`of_one`: a part of one is taken from one, so of two GPUs 0.6 goes into each once."""
+    if not wanted:
+        return math.inf
+    if of_one and wanted < 1:
+        return there * _room(1, wanted)
+    return round(there * UNITS) // max(1, round(wanted * UNITS))
 
 
 class WorkerPool:
@@ -76,12 +96,11 @@ class WorkerPool:
         import ray
         from ray.exceptions import RayTaskError
 
-        for kind, wanted in (("CPU", self.options["num_cpus"]), ("GPU", self.options["num_gpus"])):
-            machines = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
-            if wanted > (there := max(machines, default=0)):
-                raise ConfigError(
-                    f"a worker needs {wanted:g} {kind}s on one machine, and the largest has {there:g}; ask for fewer"
-                )
+        cpus, gpus = self.options["num_cpus"], self.options["num_gpus"]
+        if not room(cpus, gpus):
+            raise ConfigError(
+                f"a worker needs {cpus:g} CPUs and {gpus:g} GPUs, and no machine of the cluster has both; ask for fewer"
+            )
         build = ray.remote(**self.options)(_Actor).remote
         waiting, losses = deque(range(len(tasks))), dict.fromkeys(range(len(tasks)), 0)
         running: dict[Any, tuple[Any, int]] = {}

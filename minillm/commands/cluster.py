@@ -108,7 +108,6 @@ def _serve(args: argparse.Namespace) -> int:
     from minillm.cluster.session import ray_session, set_environment
     from minillm.models.hub import resolve
     from minillm.models.loading import load_config
-    from minillm.serve.server import listen
     from minillm.tokenizer import Tokenizer
 
     read_template(args.chat_template)
@@ -133,8 +132,7 @@ def _serve(args: argparse.Namespace) -> int:
         max_imbalance=args.max_imbalance,
         api_keys=serve.api_keys(args),
     )
-    if args.address is None:  # all is on this machine: the address, which another program may have, and the model
-        listen(args.host, args.port).close()
+    if args.address is None:  # all is on this machine, the model, too
         folder = resolve(args.model)
         load_config(folder)
         ChatTemplate(Tokenizer.from_folder(folder), args.model, args.chat_template)

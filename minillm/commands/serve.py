@@ -28,7 +28,7 @@ ENGINE_OPTIONS = (
     *("dtype", "device", "seed", "quantization", "kv_cache_dtype", "kv_cache_config", "block_size", "num_kv_blocks"),
     *("kv_cache_memory_bytes", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("enable_chunked_prefill", "long_prefill_token_threshold", "enable_prefix_caching", "scheduling_policy"),
-    *("tensor_parallel_size", "distributed_executor_backend", "enforce_eager", "speculative_config"),
+    *("tensor_parallel_size", "enforce_eager", "speculative_config"),
 )
 """Options that go to `EngineArgs`. One that was not given is None here and keeps the engine's default."""
 
@@ -128,7 +128,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--tensor-parallel-size", "-tp", type=int, metavar="N", help="processes that the model is split over"
     )
-    engine.add_argument("--distributed-executor-backend", help="mp or external_launcher")
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="plain PyTorch")
     engine.add_argument("--speculative-config", type=json_object, metavar="JSON", help="as in LLM(...)")
 

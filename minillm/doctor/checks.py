@@ -9,11 +9,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
+from typing import Any
 
 from minillm.doctor import LOW_MEMORY_BYTES
 from minillm.doctor.import_probe import Answer, ask, problem
@@ -21,7 +20,6 @@ from minillm.doctor.report import Row
 from minillm.hardware import cpu, gpu, memory
 from minillm.models import bundled
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 TRITON, NUMBA, OPENMP = "triton", "numba", "numba.np.ufunc.omppool"
 PROCESSOR = "minillm.ops.cpu.processor:doctor_report"
 HEAVY = (TRITON, NUMBA, OPENMP, PROCESSOR)
@@ -43,7 +41,7 @@ def run_checks() -> Iterator[Row]:
     yield pytorch()
     if not problem("torch"):
         yield from (device(), dtype(), triton(), kernels(), threads())
-    yield from (numba(), processor(), main_memory(), models(), widgets(), charts(), lab(), browser())
+    yield from (numba(), processor(), main_memory(), models(), widgets(), charts(), lab())
 
 
 def machine() -> str:
@@ -57,22 +55,8 @@ def machine() -> str:
     chip = cpu()
     cores = f"{chip.usable_cores} core{'s' if chip.usable_cores > 1 else ''}"
     best = next((NAMES[name] for name in NAMES if name in chip.simd), "")
-    runs = "plain PyTorch" if _tried(NUMBA).problem else "compiled step"
+    runs = "plain PyTorch" if _tried(NUMBA).problem or _chip()["unsupported_reason"] else "compiled step"
     return f"minillm {__version__} · {', '.join(filter(None, ['CPU', cores, best]))} · {runs}"
-
-
-def find_chromium() -> Path | None:
-    """A Chromium-like browser: `$CHROME`, else one on the PATH, else macOS's default location; None if not found."""
-    named = os.environ.get("CHROME")
-    if named:
-        found = shutil.which(named)
-        return Path(found) if found else None
-    for name in BROWSERS:
-        found = shutil.which(name)
-        if found:
-            return Path(found)
-    mac = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
-    return mac if mac.exists() else None
 
 
 def python() -> Row:
@@ -164,7 +148,7 @@ def numba() -> Row:
             return Row("compiled step", "limited", "there is no numba for Windows on ARM64", meaning)
         return Row("compiled step", "limited", f"numba is {reason}", meaning, "pip install numba")
     found = f"numba {metadata.version('numba')}"
-    chip = _tried(PROCESSOR).value or {"unsupported_reason": _tried(PROCESSOR).problem, "byte_products": None}
+    chip = _chip()
     if chip["unsupported_reason"]:
         meaning = f"PyTorch replaces it: {chip['unsupported_reason']}."
         return Row("compiled step", "limited", f"{found}, not for this processor", meaning)
@@ -258,20 +242,15 @@ def lab() -> Row:
     return Row("JupyterLab", "ok", metadata.version("jupyterlab"), "`minillm lab` opens the first lesson.")
 
 
-def browser() -> Row:
-    """The browser for minillm's own browser tests; learners do not need it."""
-    found = find_chromium()
-    if found is None:
-        meaning = "Only the browser tests of minillm itself need one; every lesson runs."
-        fix = "install Chromium, or point CHROME at one"
-        none = f"none (CHROME={os.environ.get('CHROME', '')})"
-        return Row("Chromium", "limited", none, meaning, fix, for_lessons=False)
-    return Row("Chromium", "ok", str(found), "The browser tests can run.")
-
-
 def _tried(question: str) -> Answer:
     """The answer of the import probe to one question of `HEAVY`; all are asked together."""
     return ask(*HEAVY)[question]
+
+
+def _chip() -> dict[str, Any]:
+    """What the compiled step finds in this processor: `unsupported_reason` and `byte_products`, as text or None."""
+    found = _tried(PROCESSOR)
+    return found.value or {"unsupported_reason": found.problem, "byte_products": None}
 
 
 def _runs_triton() -> bool:

@@ -36,13 +36,11 @@ class Row:
     """One sentence: what this means for the lessons."""
     fix: str = ""
     """The command or change that fixes it; empty if there is nothing to fix."""
-    for_lessons: bool = True
-    """Whether lessons need it; False if only minillm's own tests do."""
 
     @property
     def trouble(self) -> bool:
         """Whether a learner should act: a limit with a fix, or a missing part."""
-        return self.for_lessons and (self.status == "missing" or (self.status == "limited" and bool(self.fix)))
+        return self.status == "missing" or (self.status == "limited" and bool(self.fix))
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,7 +24,8 @@ from torch import Tensor
 from minillm.errors import EngineDeadError
 
 TIMEOUT = timedelta(minutes=5)
-"""How long a collective waits for the slowest rank. The end of a process is noticed at once, by its closed sockets."""
+"""How long `connect` and each collective wait for the slowest rank. In a collective the end of a process is noticed at
+once, by its closed sockets."""
 
 
 @dataclass
@@ -54,14 +55,20 @@ class Group:
         """The `ProcessGroup`; None until `connect`."""
 
     def connect(self, store: dist.Store) -> None:
-        """Connect to the other ranks; returns when all have called it. `store` is how they find each other."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = TIMEOUT
-            self._processes = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-        else:
-            self._processes = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
+        """Connect to the other ranks; returns when all have called it. `store` is how they find each other.
+
+        Raises `EngineDeadError` if another rank does not connect within `TIMEOUT`.
+        """
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = TIMEOUT
+                self._processes = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            else:
+                self._processes = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
+        except RuntimeError as problem:
+            raise self._lost(problem) from None
         atexit.register(_disconnect, weakref.ref(self))
 
     def disconnect(self) -> None:
@@ -101,11 +108,14 @@ class Group:
         try:
             work.wait()
         except RuntimeError as problem:
-            [reason, *_] = str(problem).splitlines()
-            raise EngineDeadError(
-                f"rank {self.rank} of {self.size} has lost another rank ({reason}); look for that rank's own error, "
-                "and start again"
-            ) from None
+            raise self._lost(problem) from None
+
+    def _lost(self, problem: RuntimeError) -> EngineDeadError:
+        [reason, *_] = str(problem).splitlines()
+        return EngineDeadError(
+            f"rank {self.rank} of {self.size} has lost another rank ({reason}); look for that rank's own error, "
+            "and start again"
+        )
 
     def _count(self, x: Tensor, began: float) -> None:
         self.traffic.seconds += time.perf_counter() - began

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from itertools import count
 from pathlib import Path
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -96,10 +97,17 @@ def start_ranks(
     config = load_config(folder)
     check_split(config, args.tensor_parallel_size)
     layout.bytes_per_block(config, args.block_size, dtype, **cache.options)
-    backend = args.distributed_executor_backend
-    if backend == "external_launcher" or (backend is None and dist.is_torchelastic_launched()):
+    if has_launched_ranks(args):
         return LaunchedRank(args, folder, dtype, device)
     return LeadingRank(args, CacheConfig(dtype=LAYOUTS[layout], options=cache.options), folder, dtype, device)
+
+
+def has_launched_ranks(args: EngineArgs) -> bool:
+    """Whether torchrun starts the ranks of this engine: as `args` say, or because it has started this process."""
+    if args.tensor_parallel_size == 1 or not dist.is_available():
+        return False
+    backend = args.distributed_executor_backend
+    return backend == "external_launcher" or (backend is None and dist.is_torchelastic_launched())
 
 
 def device_of(device: torch.device, rank: int) -> torch.device:
@@ -148,12 +156,26 @@ class LeadingRank:
     def connect(self, num_blocks: int) -> int:
         """See `Ranks.connect`. Ranks of one machine find each other through a store of rank 0.
 
-        Raises `EngineDeadError` with a worker's own error if it cannot allocate its cache."""
+        Raises `EngineDeadError` with a worker's own error if it cannot allocate its cache, or has ended."""
         self.workers.send(Allocate(num_blocks))
         self.workers.wait_until_ready()
         store = dist.TCPStore("127.0.0.1", 0, self.group.size, is_master=True, wait_for_workers=False)
         self.workers.send(Connect(store.port))
-        self.group.connect(store)
+        problems: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                self.group.connect(store)
+            except Exception as problem:
+                problems.append(problem)
+
+        # In a thread of its own, because until ranks are connected it waits for one that has ended, for minutes.
+        connecting = Thread(target=connect, daemon=True)
+        connecting.start()
+        while connecting.is_alive() and not self.workers.has_lost_one:
+            connecting.join(0.02)
+        if connecting.is_alive() or problems:
+            raise self.workers.failure() from next(iter(problems), None)
         return num_blocks
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: `python -m minillm.parallel.worker`, started by `Workers`.
+"""The process of a rank other than 0, started by `Workers`.
 
 It loads its part of the model and then does, one after the other, what rank 0 sends. It ends when rank 0 closes the
 stream, which also happens when rank 0 dies.
@@ -84,7 +84,3 @@ def main() -> int:
         answers.write(frame(Failed(f"{type(problem).__name__}: {problem}")))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    os._exit(main())  # without the seconds that PyTorch's threads may take to end: rank 0 waits for this process

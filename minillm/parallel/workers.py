@@ -16,6 +16,12 @@ from minillm.errors import EngineDeadError
 from minillm.parallel.messages import Failed, Message, Ready, Setup, frame, receive
 from minillm.parallel.worker import LOST_ANOTHER_RANK
 
+PROGRAM = """
+import os, sys
+sys.path[:] = sys.argv[1:]  # without the current folder, which may have a torch.py or a queue.py of its own
+from minillm.parallel.worker import main
+os._exit(main())  # without the seconds that PyTorch's threads may take to end: rank 0 waits for this process
+"""
 PATIENCE_S = 5.0
 """How long to look for the process that died, and how long a process may take to end when it is asked to."""
 
@@ -62,6 +68,11 @@ class Workers:
         except (OSError, ValueError):
             raise self.failure() from None
 
+    @property
+    def has_lost_one(self) -> bool:
+        """Whether a worker has ended."""
+        return any(process.poll() is not None for process in self.processes)
+
     def failure(self, known: tuple[subprocess.Popen[bytes], str] | None = None) -> EngineDeadError:
         """End all workers, and return the error that says which one ended first and why. `known`: both, if known."""
         culprit, reason = known or self._culprit()
@@ -101,12 +112,12 @@ class Workers:
 
 
 def _start(num_threads: int) -> subprocess.Popen[bytes]:
-    """Start one worker. It imports the same minillm as this process, and has its own limit of threads."""
+    """Start one worker. It imports what this process imports, and has its own limit of threads."""
     package = str(Path(__file__).parents[2])
-    path = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(num_threads)}
+    path = [package, *(entry for entry in sys.path if entry and isinstance(entry, str))]  # "": the current folder
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     return subprocess.Popen(
-        [sys.executable, "-m", "minillm.parallel.worker"],
+        [sys.executable, "-c", PROGRAM, *path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

@@ -31,10 +31,10 @@ from minillm.reuse.scratch import Scratch, check_prefix_caching
 
 def edited_prompt(
     llm: LLM,
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | np.ndarray | torch.Tensor,
     start: int,
     stop: int,
-    new_ids: Sequence[int],
+    new_ids: Sequence[int] | np.ndarray | torch.Tensor,
     *,
     salt: str,
     rotate: Rotation = rerotate,
@@ -48,9 +48,7 @@ def edited_prompt(
     token and a salt that is no text, `UnsupportedError` without prefix caching, and what `Scratch` raises.
     """
     check_prefix_caching(llm)
-    for name, ids in (("token_ids", token_ids), ("new_ids", new_ids)):
-        if not isinstance(ids, Sequence | np.ndarray | torch.Tensor) or isinstance(ids, str | bytes):
-            raise PromptError(f"{name}={short_repr(ids)} must be a sequence of token ids")
+    token_ids, new_ids = _as_list("token_ids", token_ids), _as_list("new_ids", new_ids)
     if not (isinstance(start, Integral) and isinstance(stop, Integral)):
         raise PromptError(f"the span {start!r}:{stop!r} must be two integers")
     if not 0 <= start <= stop <= len(token_ids):
@@ -67,12 +65,21 @@ def edited_prompt(
     config = llm.engine.runner.model.config
     with room as scratch:
         scratch.write(before.between(0, start))
-        if len(new_ids):  # NumPy's arrays have no truth value
+        if new_ids:
             scratch.forward(new_ids, start)
         suffix = before.between(stop, len(token_ids))
         scratch.write(suffix.moved_to(start + len(new_ids), config, rotate))
         scratch.publish(after, salt)
     return {"prompt_token_ids": after, "cache_salt": salt}
+
+
+def _as_list(name: str, ids: Sequence[int] | np.ndarray | torch.Tensor) -> list[Any]:
+    """Raises `PromptError` for what is no sequence."""
+    if isinstance(ids, np.ndarray | torch.Tensor) and ids.ndim == 1:
+        return ids.tolist()
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise PromptError(f"{name}={short_repr(ids)} must be a sequence of token ids")
+    return list(ids)
 
 
 def _stored(llm: LLM, token_ids: Sequence[int]) -> KVSpan:

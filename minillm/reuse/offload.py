@@ -28,11 +28,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor, nn
 
 from minillm.batch import Segment
+from minillm.config import at_least
 from minillm.errors import ConfigError, PromptError, UnsupportedError
 from minillm.input_processor import check_token_ids
 from minillm.llm import LLM
@@ -85,8 +87,8 @@ class Link:
     """Bytes that have crossed it."""
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or math.isinf(self.bandwidth):
-            raise ConfigError(f"a link of {self.bandwidth} bytes/s carries nothing; give a finite number above 0")
+        if not isinstance(self.bandwidth, Real) or not 0 < self.bandwidth < math.inf:
+            raise ConfigError(f"a link of {self.bandwidth!r} bytes/s carries nothing; give a finite number above 0")
 
     @torch.inference_mode()
     def send(self, *tensors: Tensor) -> list[Tensor]:
@@ -131,22 +133,6 @@ def best_split(
         for split in (math.floor(balance), math.ceil(balance))
     )
     return math.floor(balance) if low <= high else math.ceil(balance)
-
-
-def modelled_timeline(
-    split: int, num_tokens: int, kv_bytes: float, hidden_bytes: float, bandwidth: float, seconds_per_token: float
-) -> list[Interval]:
-    """The intervals of `transfer_seconds`, as `Offloader.restore` measures them."""
-    first = split * hidden_bytes / bandwidth
-    intervals = [
-        Interval("link", "activations", 0.0, first, round(split * hidden_bytes)),
-        Interval("compute", "recompute", first, first + split * seconds_per_token),
-    ]
-    rest = (num_tokens - split) * kv_bytes
-    return [
-        *(intervals if split else []),
-        *([Interval("link", "keys and values", first, first + rest / bandwidth, round(rest))] if rest else []),
-    ]
 
 
 @dataclass(frozen=True)
@@ -215,7 +201,9 @@ class Offloader:
         return torch.stack([keys for keys, _ in pairs]), torch.stack([values for _, values in pairs])
 
     def seconds_per_token(self, cache: OffloadedCache, rounds: int = 5) -> float:
-        """The median time to recompute one of a text's tokens, measured over all of them."""
+        """The median time of `rounds` to recompute one of a text's tokens, measured over all of them. Raises
+        `ConfigError` for less than one round."""
+        at_least("rounds", rounds, 1)
         taken = []
         for _ in range(rounds + 1):
             began = time.perf_counter()
@@ -227,11 +215,11 @@ class Offloader:
     def restore(self, cache: OffloadedCache, link: Link, split: int) -> Restored:
         """Bring keys and values back over `link`; those of the first `split` tokens are recomputed.
 
-        Raises `ConfigError` for a split outside 0 … number of tokens.
+        Raises `ConfigError` for a split that is no integer from 0 to the number of tokens.
         """
         count, device = len(cache.span.token_ids), self.llm.engine.runner.device
-        if not 0 <= split <= count:
-            raise ConfigError(f"split={split} of {count} tokens; give 0 (recompute none) to {count} (recompute all)")
+        if not isinstance(split, Integral) or not 0 <= split <= count:
+            raise ConfigError(f"split={split!r} of {count} tokens; give 0 (recompute none) to {count} (recompute all)")
         began, timeline = time.perf_counter(), []
 
         def send(name: str, *tensors: Tensor) -> list[Tensor]:

@@ -16,7 +16,7 @@ from minillm.beside.contrastive import dense_contrastive_loss, tiled_contrastive
 from minillm.beside.embedding_codes import EmbeddingCodes, kmeans, nearest
 from minillm.beside.sparse_gather import by_bag, by_gather, by_product, incidence
 from minillm.beside.structured_linear import Blast, LowRank, Monarch, compare, relative_error
-from minillm.errors import ConfigError, TrainingError
+from minillm.errors import ConfigError, TrainingError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 
@@ -56,6 +56,12 @@ def test_the_largest_tensor_of_the_tiled_loss_does_not_grow_with_the_square_of_t
             largest[loss.__name__, n] = seen.numbers
     assert largest["dense_contrastive_loss", 512] == 512**2
     assert largest["tiled_contrastive_loss", 512] == 512 * 4 == 2 * largest["tiled_contrastive_loss", 256]
+
+
+def test_the_tiled_loss_gives_no_wrong_second_derivatives() -> None:
+    x, y = (torch.randn(6, 4, dtype=torch.double, requires_grad=True) for _ in range(2))
+    with pytest.raises(UnsupportedError, match="the tiled loss has no second derivative"):
+        torch.autograd.grad(tiled_contrastive_loss(x, y, 0.5, 2), x, create_graph=True)
 
 
 def test_the_contrastive_loss_refuses_what_does_not_fit() -> None:
@@ -198,6 +204,13 @@ def test_parameters_are_counted_and_comparable() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_matrix_in_half_precision_is_fitted_in_float32(dtype: torch.dtype) -> None:
+    half = weight().to(dtype)
+    assert compare(half, 4) == compare(half.float(), 4)
+    assert Monarch.fit(weight(), 4).left.dtype == weight().dtype == torch.float64
+
+
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank=17 must be from 1 to 16"):
         LowRank.fit(weight(), 17)
@@ -285,6 +298,8 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         EmbeddingCodes.fit(torch.randn(9, 8), torch.ones(9), parts=3)
     with pytest.raises(ConfigError, match="num_codes=256 must be from 1 to 9"):
         EmbeddingCodes.fit(torch.randn(9, 8), torch.ones(9), parts=2)
+    with pytest.raises(ConfigError, match=r"counts \(5,\) must have one number for each of the 9 rows"):
+        EmbeddingCodes.fit(torch.randn(9, 8), torch.ones(5), parts=2, num_codes=4)
 
 
 # --- gathering as a product ------------------------------------------------------------------------------------------

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
+from minillm.bench.processes import free_port
 from minillm.cluster.gateway import ReplicaLost
 from minillm.cluster.replica import HttpCall, ReplicaSettings
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, EngineDeadError
+from minillm.serve.server import listen
 from tests.cluster.ray_stand_in import RayStandIn
 
 
@@ -29,6 +32,89 @@ def test_serve_is_started_on_the_head_node_only(ray: RayStandIn, application: Mo
     settings = application.ClusterSettings(ReplicaSettings("minicoder"))
     with pytest.raises(ConfigError, match=r"head node, 10\.0\.0\.1, and this is 10\.0\.0\.2"):
         application.serving(settings).__enter__()
+
+
+class ServeStandIn:
+    """Serve, whose application has these states in turn, and then the last one for ever."""
+
+    def __init__(self, *states: str) -> None:
+        self.states, self.calls = list(states), []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **options: self.calls.append(name)
+
+    def status(self) -> SimpleNamespace:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        waiting = SimpleNamespace(message="1 replica takes long\nto be scheduled")
+        found = SimpleNamespace(status=state, message="", deployments={"Replica": waiting})
+        return SimpleNamespace(applications={"minillm": found})
+
+
+@pytest.fixture
+def start(ray: RayStandIn, application: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServeStandIn]:
+    """Starts two replicas with a stand-in for Serve on machines of so many processors each."""
+    ray.num_cpus = [2]
+    ray.nodes = lambda: [{**head(cpus), "NodeManagerAddress": "10.0.0.1"} for cpus in ray.num_cpus]
+    monkeypatch.setattr(application, "HTTPOptions", dict)
+    monkeypatch.setattr(application, "build_application", lambda *given: given)
+
+    def begin(serve: ServeStandIn, num_cpus: Sequence[float] = (2,), **how: Any) -> ServeStandIn:
+        ray.num_cpus = num_cpus
+        monkeypatch.setattr(application, "serve", serve)
+        settings = application.ClusterSettings(ReplicaSettings("minicoder"), num_replicas=2)
+        with application.serving(settings, port=how.get("port", free_port())):
+            serve.calls.append("serving")
+        return serve
+
+    return begin
+
+
+def head(num_cpus: float) -> dict[str, Any]:
+    return {"Alive": True, "Resources": {"CPU": num_cpus, "node:__internal_head__": 1}}
+
+
+def test_two_processors_are_enough_for_two_replicas(
+    start: Callable[..., ServeStandIn], application: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "_wait_until_it_answers", lambda *_: None)
+    serve = start(ServeStandIn("DEPLOYING", "RUNNING"))
+    assert serve.calls == ["start", "RunTarget", "run_many", "serving", "shutdown"]
+
+
+@pytest.mark.parametrize("num_cpus", [[1.9], [1, 0.5], [0.5] * 9])
+def test_replicas_that_find_no_room_are_refused_before_serve_is_started(
+    start: Callable[..., ServeStandIn], num_cpus: list[float]
+) -> None:
+    serve = ServeStandIn("DEPLOYING")
+    room = sum(map(int, num_cpus))
+    with pytest.raises(ConfigError, match=f"num_replicas=2 need 1 CPUs and 0 GPUs each, .* has room for {room}; lower"):
+        start(serve, num_cpus)
+    assert serve.calls == []
+
+
+def test_a_port_that_is_taken_is_refused_before_serve_is_started(start: Callable[..., ServeStandIn]) -> None:
+    serve = ServeStandIn("DEPLOYING")
+    with listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="cannot be listened on"):
+        start(serve, port=taken.getsockname()[1])
+    assert serve.calls == []
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [("DEPLOYING", r"did not start within 0\.5 s: "), ("DEPLOY_FAILED", "could not be started: ")],
+)
+def test_replicas_that_do_not_start_are_not_waited_for_without_end(
+    start: Callable[..., ServeStandIn],
+    application: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(application, "START_S", 0.5)
+    serve = ServeStandIn("DEPLOYING", state)
+    with pytest.raises(EngineDeadError, match=f"{message}1 replica takes long to be scheduled"):
+        start(serve)
+    assert serve.calls[-1] == "shutdown"
 
 
 class BrokenAnswer:

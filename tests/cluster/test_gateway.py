@@ -17,6 +17,7 @@ import httpx
 from minillm.cluster.gateway import MAX_TRIES, Answer, ReplicaLost, build_gateway
 from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
+from minillm.errors import EngineDeadError
 from minillm.trace import Event, RequestFinished
 from tests.conftest import TinyPair
 from tests.held_engine import held
@@ -167,6 +168,55 @@ def test_a_request_that_loses_every_replica_is_given_up(
     error = streamed(answer)[1][-1]["error"] if stream else answer.json()["error"]
     assert error["code"] == 503 and f"{MAX_TRIES} replicas were lost" in error["message"]
     assert len(replicas.calls) == MAX_TRIES
+
+
+class EngineFails(Unreliable):
+    """One replica is sent the first try, and its engine fails after so many pieces of the answer; another the next."""
+
+    def __init__(self, first: Replica, second: Replica, pieces: int) -> None:
+        super().__init__(second)
+        self.first, self.pieces = first, pieces
+
+    async def send(self, call: HttpCall) -> Answer:
+        if self.calls:
+            answer = super().send(call)
+        else:
+            self.calls.append(call)
+            answer = self.first.handle(call)
+            for _ in range(self.pieces):
+                yield await anext(answer)
+            self.first.engine._inbox.put(fail)
+            while not self.first.engine.errored:
+                await asyncio.sleep(0.01)
+        async for piece in answer:
+            yield piece
+
+
+def fail() -> None:
+    raise RuntimeError("the engine loop fails")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_replica_whose_engine_has_failed_ends_and_its_request_is_sent_again(
+    replica: Replica,
+    settings: ReplicaSettings,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    def end_process() -> None:
+        raise ReplicaLost("its process has ended")
+
+    monkeypatch.setattr("minillm.cluster.replica.end_process", end_process)
+    failing = Replica(settings, "b")
+    asyncio.run(failing.check_health())
+    replicas = EngineFails(failing, replica, 3 if stream else 0)
+    answer = ask(replicas, settings, GREEDY | {"stream": stream})
+    found, chunks = streamed(answer) if stream else (text(answer), [])
+    assert found == expected and len(replicas.calls) == 2
+    assert not any("error" in chunk for chunk in chunks)
+    with pytest.raises(EngineDeadError, match="the engine loop fails"):
+        asyncio.run(failing.check_health())
 
 
 def test_a_refusal_of_the_replica_passes(replica: Replica, settings: ReplicaSettings) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from minillm.cluster.worker_pool import WorkerPool
+from minillm.cluster.worker_pool import WorkerPool, room
 from minillm.errors import ConfigError
 from tests.cluster.ray_stand_in import RayStandIn
 
@@ -27,6 +27,30 @@ def test_the_task_of_a_lost_worker_is_done_by_another(ray: RayStandIn, loss: str
     pool = WorkerPool(1)
     assert dict(pool.map(Squares, range(3))) == {0: 0, 1: 1, 2: 4}
     assert (pool.num_lost, len(ray.actors)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("machines", "cpus", "gpus", "expected"),
+    [
+        ([{"CPU": 4}, {"CPU": 1, "GPU": 1}], 2, 1, 0),  # neither has both
+        ([{"CPU": 4}, {"CPU": 1, "GPU": 1}], 1, 1, 1),
+        ([{"CPU": 4}, {"CPU": 3}], 2, 0, 3),
+        ([{"CPU": 1}], 0.1, 0, 10),
+        ([{"CPU": 9, "GPU": 2}], 1, 0.6, 2),  # one in each, and none of what is left of both
+        ([{"CPU": 9, "GPU": 3}], 0, 2, 1),
+        ([{}], 0, 0, float("inf")),
+        ([], 0, 0, 0),
+    ],
+)
+def test_workers_fit_on_single_machines(
+    ray: RayStandIn, machines: list[dict[str, float]], cpus: float, gpus: float, expected: float
+) -> None:
+    dead = {"Alive": False, "Resources": {"CPU": 99, "GPU": 99}}
+    ray.nodes = lambda: [dead, *({"Alive": True, "Resources": each} for each in machines)]
+    assert room(cpus, gpus) == expected
+    if not expected:
+        with pytest.raises(ConfigError, match=rf"{cpus:g} CPUs and {gpus:g} GPUs, and no machine .* has both"):
+            list(WorkerPool(1, cpus, gpus).map(Squares, range(2)))
 
 
 def test_without_tasks_no_cluster_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,12 +127,11 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "enable_prefix_caching": ("--no-enable-prefix-caching", False),
     "scheduling_policy": ("--scheduling-policy priority", "priority"),
     "tensor_parallel_size": ("-tp 2", 2),
-    "distributed_executor_backend": ("--distributed-executor-backend mp", "mp"),
     "enforce_eager": ("--enforce-eager", True),
     "speculative_config": ('--speculative-config {"method":"suffix"}', {"method": "suffix"}),
 }
-NOT_FOR_A_COMMAND_LINE = {"model", "scheduler_cls", "block_pool_cls", "ops"}
-"""The model is no option; the others are code."""
+NOT_FOR_A_COMMAND_LINE = {"model", "distributed_executor_backend", "scheduler_cls", "block_pool_cls", "ops"}
+"""The model is no option, a server has only one backend; the others are code."""
 
 
 def test_every_engine_option_can_be_given() -> None:

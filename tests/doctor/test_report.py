@@ -17,7 +17,7 @@ import torch
 import minillm
 from minillm.doctor import checks
 from minillm.doctor.doctor import doctor
-from minillm.doctor.import_probe import forget
+from minillm.doctor.import_probe import Answer, forget
 from minillm.doctor.report import Report, Row
 from minillm.hardware import Cpu, Gpu, Memory
 from minillm.ops import dispatch
@@ -231,20 +231,6 @@ def test_missing_weights_are_told(monkeypatch, tmp_path):
     assert checks.models().found == "no minicoder and no minicoder-draft"
 
 
-def test_chrome_variable_names_the_browser(monkeypatch, tmp_path):
-    browser = tmp_path / "my-browser"
-    browser.write_text("#!/bin/sh\n")
-    browser.chmod(0o755)
-    monkeypatch.setenv("CHROME", str(browser))
-    assert checks.find_chromium() == browser
-
-
-def test_wrong_chrome_variable_is_not_silently_replaced(monkeypatch, tmp_path):
-    monkeypatch.setenv("CHROME", str(tmp_path / "nothing"))
-    assert checks.find_chromium() is None
-    assert "nothing" in checks.browser().found
-
-
 def test_report_shows_as_text_html_and_json():
     report = Report((Row("part", "missing", "<none>", "It does not run.", "pip install 'a & b'"),))
     assert "missing" in report.text
@@ -259,7 +245,6 @@ def test_report_shows_as_text_html_and_json():
 WELL = Row("PyTorch", "ok", "2.9", "It runs.")
 NO_GPU = Row("device", "limited", "CPU", "Everything runs on the CPU.")
 FEW_THREADS = Row("threads", "limited", "1", "Cores stay idle.", "unset OMP_NUM_THREADS")
-NO_BROWSER = Row("Chromium", "limited", "none", "Only tests need one.", "install Chromium", for_lessons=False)
 NO_WIDGETS = Row("widgets", "missing", "not installed", "Knobs are absent.", "pip install ipywidgets")
 
 
@@ -268,28 +253,27 @@ def brief(*rows: Row) -> Report:
 
 
 def test_lesson_shows_one_line_when_nothing_needs_to_be_done():
-    report = brief(WELL, NO_GPU, NO_BROWSER)
+    report = brief(WELL, NO_GPU)
     line = "minillm 0.1.0 · CPU, 2 cores · everything needed is here. doctor(full=True) shows the table."
     assert repr(report) == line
     assert report._repr_html_() == f"<div>{line}</div>"
 
 
 def test_lesson_shows_only_the_rows_that_need_something_done_with_their_fixes():
-    report = brief(WELL, NO_GPU, FEW_THREADS, NO_BROWSER, NO_WIDGETS)
+    report = brief(WELL, NO_GPU, FEW_THREADS, NO_WIDGETS)
     assert report.troubles == (FEW_THREADS, NO_WIDGETS)
     for shown in (repr(report), report._repr_html_()):
         assert "2 things to fix" in shown
         assert "unset OMP_NUM_THREADS" in shown
         assert "pip install ipywidgets" in shown
         assert "PyTorch" not in shown
-        assert "Chromium" not in shown
     assert "1 thing to fix" in brief(FEW_THREADS).line
 
 
 def test_whole_table_on_request_is_aligned_left_cell_by_cell():
     """JupyterLab's style sheet aligns cells to the right, whatever the table says."""
-    report = Report((WELL, NO_BROWSER))
-    assert "Chromium" in repr(report)
+    report = Report((WELL, NO_GPU))
+    assert "device" in repr(report)
     table = ElementTree.fromstring(report._repr_html_().replace("<br>", "<br/>"))
     cells = [node for node in table.iter() if node.tag in ("td", "th", "caption")]
     assert len(cells) == 1 + 4 * 3
@@ -346,6 +330,15 @@ def test_the_line_says_when_there_is_no_compiled_step(on_gpu, instead, monkeypat
     instead("numba", "raise ModuleNotFoundError")
     monkeypatch.setattr(checks, "cpu", lambda: Cpu("a processor", 1, 1, ()))
     assert checks.machine().endswith("· CPU, 1 core · plain PyTorch")
+
+
+def test_line_and_table_agree_on_a_processor_that_cannot_run_the_compiled_step(on_gpu, monkeypatch):
+    chip = {"unsupported_reason": "it multiplies and adds in two steps", "byte_products": None}
+    tried = checks._tried
+    monkeypatch.setattr(checks, "_tried", lambda asked: Answer("", chip) if asked == checks.PROCESSOR else tried(asked))
+    on_gpu(None)
+    assert checks.machine().endswith(" · plain PyTorch")
+    assert checks.numba().meaning == "PyTorch replaces it: it multiplies and adds in two steps."
 
 
 def test_notebook_that_runs_without_jupyterlab_does_not_miss_it(monkeypatch):

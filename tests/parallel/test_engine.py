@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,12 +18,25 @@ import torch
 
 import minillm.parallel.runner as runner_module
 import minillm.parallel.workers as workers_module
-from minillm import LLM, SamplingParams
+from minillm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
 from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import save_llama
-from minillm.parallel.messages import Allocate, Connect, CopyBlocks, Failed, Ready, Run, Setup, frame, receive
+from minillm.parallel.group import TIMEOUT
+from minillm.parallel.launch import has_launched_ranks
+from minillm.parallel.messages import (
+    Allocate,
+    Connect,
+    CopyBlocks,
+    Failed,
+    Message,
+    Ready,
+    Run,
+    Setup,
+    frame,
+    receive,
+)
 from minillm.parallel.runner import LeadingRunner
 from minillm.parallel.workers import Workers
 from minillm.reuse.scratch import Scratch
@@ -158,6 +172,33 @@ def test_worker_that_fails_to_allocate_otherwise_says_why(tiny: TinyPair, monkey
         LLM(str(tiny.target), tensor_parallel_size=2, device="cpu")
 
 
+def test_worker_killed_while_the_ranks_connect_is_named_at_once(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Workers.send
+
+    def killing(self: Workers, message: Message) -> None:
+        send(self, message)
+        if isinstance(message, Connect):
+            self.processes[0].kill()
+
+    monkeypatch.setattr(Workers, "send", killing)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"rank 1 .*killed by SIGKILL; the other ranks were stopped"):
+        LLM(str(tiny.target), tensor_parallel_size=2, device="cpu")
+    assert time.monotonic() - began < TIMEOUT.total_seconds() / 3
+
+
+def test_worker_imports_nothing_from_the_current_folder(
+    tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("minillm", "torch", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in a notebook
+    assert tokens(LLM(str(tiny.target), tensor_parallel_size=2, device="cpu"), GREEDY, PROMPTS[:1])
+
+
 def test_more_blocks_than_memory_are_refused_as_by_one_process(tiny: TinyPair) -> None:
     with pytest.raises(ConfigError, match=rf"^{10**11} cache blocks need .* MiB, which .*; lower num_kv_blocks"):
         LLM(str(tiny.target), tensor_parallel_size=2, device="cpu", num_kv_blocks=10**11)
@@ -254,6 +295,20 @@ def test_every_process_of_torchrun_returns_the_same_tokens(tiny: TinyPair, whole
     assert done.returncode == 0, done.stderr
     expected = [completion for [completion] in tokens(whole, GREEDY)]
     assert sorted(done.stdout.splitlines()) == [f"{rank} {expected}" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_ranks_of_torchrun_are_not_for_requests_that_arrive_at_any_time(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, under_torchrun: bool
+) -> None:
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    backend = None if under_torchrun else "external_launcher"
+    args = EngineArgs(str(tiny.target), tensor_parallel_size=2, device="cpu", distributed_executor_backend=backend)
+    with pytest.raises(UnsupportedError, match="the ranks of torchrun need the same requests at the same step"):
+        AsyncLLM(args)
+    assert not has_launched_ranks(replace(args, distributed_executor_backend="mp"))
+    AsyncLLM(replace(args, tensor_parallel_size=1)).shutdown()
 
 
 @pytest.mark.parametrize(

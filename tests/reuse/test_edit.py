@@ -177,9 +177,11 @@ def test_an_interrupt_while_blocks_are_taken_or_given_back_loses_none(
 def test_ids_may_be_an_array(llm: LLM) -> None:
     ids = llm.engine.tokenizer.encode(TEXT)
     array = np.array(ids)
-    for new in ([5], np.array([5, 6]), np.array([], dtype=np.int64)):
-        prompt = edited_prompt(llm, array, 1, 2, new, salt="a")
-        assert prompt["prompt_token_ids"] == [ids[0], *new, *ids[2:]]
+    for new in ([5], np.array([5, 6]), np.array([], dtype=np.int64), torch.tensor([5, 6])):
+        for old in (array, torch.tensor(ids)):
+            prompt = edited_prompt(llm, old, 1, 2, new, salt="a")
+            assert prompt["prompt_token_ids"] == [ids[0], *new, *ids[2:]]
+            assert all(type(token) is int for token in prompt["prompt_token_ids"])
     with Scratch(llm, len(ids)) as scratch:
         assert torch.equal(scratch.forward(array, 0), scratch.forward(ids, 0))
 
@@ -196,7 +198,7 @@ def test_refusals_name_the_value_and_the_fix(llm: LLM, tiny: TinyPair) -> None:
     for start, stop in ((0.0, 1), (0, None)):
         with pytest.raises(PromptError, match=f"the span {start}:{stop} must be two integers"):
             edited_prompt(llm, [1, 2, 3, 4], start, stop, [5], salt="x")  # type: ignore[arg-type]
-    for old, new in ((5, [5]), ([1, 2, 3, 4], None), ("abc", [5])):
+    for old, new in ((5, [5]), ([1, 2, 3, 4], None), ("abc", [5]), (torch.ones(1, 1), [5]), ([1], np.array(5))):
         with pytest.raises(PromptError, match=r"(token|new)_ids=.* must be a sequence of token ids"):
             edited_prompt(llm, old, 0, 1, new, salt="x")  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="deletes all 4 tokens; leave at least one"):

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -96,6 +97,27 @@ def test_a_sampled_stream_whose_replica_is_killed_ends_with_an_error(client: ope
     kill(stream.response.headers["x-minillm-replica"])
     with pytest.raises(openai.APIError, match="lost in the middle"):
         list(stream)
+
+
+def fail(actor: Any) -> None:
+    engine_of(actor)._inbox.put(partial(int, "the engine loop fails"))
+
+
+def test_a_stream_whose_replicas_engine_fails_goes_on(client: openai.OpenAI, tiny: TinyPair) -> None:
+    prompt, options = "class Queue:\n", {"temperature": 0.0, "max_tokens": 220, "ignore_eos": True}
+    [expected] = LLM(str(tiny.target), **ENGINE).generate([prompt], SamplingParams(**options))
+    extra = {"ignore_eos": True}
+    stream = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=220, temperature=0, stream=True, extra_body=extra
+    )
+    texts = [next(stream).choices[0].text]
+    name = stream.response.headers["x-minillm-replica"]
+    replica = ray.get_actor(f"SERVE_REPLICA::minillm#Replica#{name}", namespace="serve")
+    replica.__ray_call__.remote(fail)
+    texts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(texts) == expected.outputs[0].text
+    again = client.completions.create(model="tiny", prompt=prompt, max_tokens=220, temperature=0, extra_body=extra)
+    assert again.choices[0].text == expected.outputs[0].text
 
 
 def engine_of(actor: Any) -> AsyncLLM:

@@ -70,7 +70,7 @@ def test_what_a_worker_raises_is_raised_here(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_no_machine_can_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs 64 CPUs"):
+    with pytest.raises(ConfigError, match="needs 64 CPUs and 0 GPUs, and no machine"):
         list(WorkerPool(1, num_cpus=64).map(partial(Squares, tmp_path), [1]))
 
 
