@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from instructors.exam import paper
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError
 from minillm.teaching.grading.variants import read_secret
 
 EXAMPLES = """\
@@ -64,7 +64,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.out is None:
         print("exam: --class needs --out, a folder for the papers and the keys", file=sys.stderr)
         return 2
-    students = args.students.read_text(encoding="utf-8").split("\n")
+    try:
+        students = args.students.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{args.students} is not UTF-8 ({problem.reason}); save it as UTF-8") from None
     names = [name.strip() for name in students if name.strip()]
     for path in paper.write_class(chosen, secret, names, args.exam, args.out):
         print(path)

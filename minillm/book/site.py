@@ -22,7 +22,7 @@ from minillm.book.readme_pages import write_readme_pages
 from minillm.book.replays import add_replays
 from minillm.book.source_pages import SourcePages
 from minillm.book.techniques import write_techniques
-from minillm.errors import LessonError, UnsupportedError
+from minillm.errors import ConfigError, LessonError, UnsupportedError
 from minillm.teaching.course import choose
 from minillm.teaching.publication import read_home
 from minillm.version import __version__
@@ -49,7 +49,7 @@ def build_book(
     lessons run at a time. `sources`: where to write the pages as markdown; default: a temporary folder.
 
     Raises `UnsupportedError` if the extra `book` is not installed, `LessonError` if `root` has no solved lessons or
-    `out` or `sources` is a file or holds something else than a book.
+    `out` or `sources` is a file or holds something else than a book, `ConfigError` if one of these two is in the other.
     """
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
     if missing:
@@ -59,6 +59,9 @@ def build_book(
     _check_folder("--out", out)
     if sources is not None:
         _check_folder("--sources", sources)
+        site, kept = out.resolve(), sources.resolve()
+        if site in (kept, *kept.parents) or kept in site.parents:
+            raise ConfigError(f"--out {out} and --sources {sources}: one is in the other; name two folders")
     with tempfile.TemporaryDirectory() as scratch:
         pages = sources or Path(scratch) / "pages"
         pages.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace, graders: Graders | None = None) -> int:
     from minillm.teaching.grading import batch, reports
 
     rules = rules_of(args)
+    _refuse_out_of_submissions(args)
     _refuse_shown(args)
     files = batch.find(args.submissions)
     try:
@@ -73,6 +74,13 @@ def run(args: argparse.Namespace, graders: Graders | None = None) -> int:
         print(line)
     sys.stdout.flush()
     return 0
+
+
+def _refuse_out_of_submissions(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` if the reports would lie among the submissions: the next run would take them for students."""
+    out, submissions = args.out.resolve(), args.submissions.resolve()
+    if out in (submissions, *submissions.parents):
+        raise ConfigError(f"--out {args.out} has the submissions {args.submissions} in it; name another folder")
 
 
 def _refuse_shown(args: argparse.Namespace) -> None:

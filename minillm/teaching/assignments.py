@@ -7,16 +7,19 @@ import hmac
 import importlib.util
 import re
 import tempfile
+import zipfile
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 
-from minillm.errors import LessonError, UnsupportedError
+from minillm.errors import ConfigError, LessonError, UnsupportedError
 from minillm.teaching import glossary
+from minillm.teaching.classroom import PUBLISHED, WHEEL
 from minillm.teaching.course import Lesson, choose, read_notebook
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.notebook import BEGIN, for_learner, read_source
+from minillm.teaching.publication import read_home
 from minillm.teaching.registry import exercises_of, module_names
 
 NBGRADER_SCHEMA = 3
@@ -25,6 +28,8 @@ c = get_config()
 c.CourseDirectory.course_id = "minillm"
 c.ExecutePreprocessor.timeout = 600
 """
+IN_ZIP = f"minillm-lessons @ file:///autograder/source/{WHEEL}"
+"""The requirement of a wheel in an autograder zip, which Gradescope and otter unpack in this folder."""
 IMPORT = "from minillm.teaching.assert_passes import assert_passes"
 
 
@@ -36,12 +41,14 @@ def write_nbgrader(root: Path, names: list[str] | None, target: Path, secret: by
 
     Raises:
         LessonError: an unknown lesson, or one without exercises.
+        ConfigError: a notebook is there already; it may have been edited. Nothing is written then.
     """
+    lessons = [lesson for lesson in choose(root, names) if names is not None or _exercises(lesson)]
+    paths = {lesson: target / "source" / lesson.name / f"{lesson.name}.ipynb" for lesson in lessons}
+    if there := [path for path in paths.values() if path.exists()]:
+        raise ConfigError(f"{there[0]} exists and may have been edited; remove it, or name other lessons or a folder")
     written = []
-    for lesson in choose(root, names):
-        if names is None and not _exercises(lesson):
-            continue
-        path = target / "source" / lesson.name / f"{lesson.name}.ipynb"
+    for lesson, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_with_glossary(nbgrader_source(lesson, secret), path, lesson)
         written.append(path)
@@ -75,12 +82,17 @@ def write_otter(root: Path, names: list[str] | None, target: Path, secret: bytes
 
     Raises:
         LessonError: an unknown lesson, or one without exercises.
+        ConfigError: the clone `root` is not published, and `make dist` has not written its wheel, which the zip needs.
         UnsupportedError: otter-grader is not installed.
     """
     if importlib.util.find_spec("otter") is None:
         raise UnsupportedError("otter-grader is not installed; run: pip install 'minillm-lessons[graders]'")
     from otter.generate import main as generate
 
+    home, wheel = read_home(root), root / "dist" / WHEEL
+    if not home.repository and not wheel.exists():
+        raise ConfigError(f"the lessons are not published: run `make dist`, because the zip needs {wheel}")
+    package = PUBLISHED.format(repository=home.repository, tag=home.tag) if home.repository else IN_ZIP
     written = []
     for lesson in choose(root, names):
         if names is None and not _exercises(lesson):
@@ -93,7 +105,7 @@ def write_otter(root: Path, names: list[str] | None, target: Path, secret: bytes
                 text = otter_test(exercise, secret)
                 (Path(tests) / f"{exercise.function_name}.py").write_text(text, encoding="utf-8")
             requirements = Path(tests) / "requirements.txt"
-            requirements.write_text("minillm-lessons\n", encoding="utf-8")
+            requirements.write_text(f"{package}\n", encoding="utf-8")
             place = folder / "autograder.zip"
             generate(
                 tests_dir=tests,
@@ -102,6 +114,9 @@ def write_otter(root: Path, names: list[str] | None, target: Path, secret: bytes
                 no_config=True,
                 no_environment=True,
             )
+            if not home.repository:
+                with zipfile.ZipFile(place, "a") as zipped:
+                    zipped.write(wheel, WHEEL)
         written.append(place)
         solved = read_notebook(lesson.solution) or read_source(lesson.source)
         _write_with_glossary(for_learner(solved), folder / f"{lesson.name}.ipynb", lesson)

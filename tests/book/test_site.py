@@ -19,7 +19,7 @@ from minillm.book.techniques import markdown, techniques
 from minillm.cache.layouts import LAYOUTS, find_layout
 from minillm.commands.parser import parser
 from minillm.config import CacheConfig, EngineArgs
-from minillm.errors import LessonError, UnsupportedError
+from minillm.errors import ConfigError, LessonError, UnsupportedError
 from minillm.quantization.schemes import SCHEMES
 from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.methods import METHODS
@@ -113,6 +113,19 @@ def test_pages_are_kept_only_in_a_folder_of_their_own(tmp_path: Path, monkeypatc
     for _ in range(2):
         build_book(ROOT, tmp_path / "site", sources=pages)
     assert (pages / "page.md").read_text() == "new"
+
+
+@pytest.mark.parametrize(("out", "sources"), [("x", "x"), ("x", "x/pages"), ("x/site", "x"), ("x", "link")])
+def test_the_site_and_its_pages_are_in_two_folders(
+    out: str, sources: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the site would delete the pages, or the pages hold the site."""
+    monkeypatch.setattr(site, "write_pages", lambda root, pages, *_: (pages / "page.md").write_text("new"))
+    monkeypatch.setattr(site, "_sphinx", lambda pages, html, *_: html.mkdir() or [])
+    (tmp_path / "link").symlink_to("x")
+    with pytest.raises(ConfigError, match=f"--sources .*{sources}: one is in the other; name two folders"):
+        build_book(ROOT, tmp_path / out, sources=tmp_path / sources)
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("step", ["rmtree", "copytree"])

@@ -105,6 +105,20 @@ def test_a_class_gets_papers_keys_and_a_table(tmp_path, capsys) -> None:
     assert capsys.readouterr().out == (out / "papers" / "alice.md").read_text(encoding="utf-8")
 
 
+def test_a_list_of_a_spreadsheet_is_read_or_refused(tmp_path, capsys) -> None:
+    """Some write a byte order mark; it is no part of the first name."""
+    secret, students = tmp_path / "secret", tmp_path / "students.txt"
+    secret.write_bytes(SECRET)
+    arguments = ["--secret-file", str(secret), "--questions", "07.batching", "--class", str(students), "--out"]
+    students.write_text("alice\r\nbob\r\n", encoding="utf-8-sig")
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").rglob("*.md")} == {"alice.md", "bob.md"}
+    students.write_text("alice\n", encoding="utf-16")
+    assert main([*arguments, str(tmp_path / "none")]) == 2
+    assert "students.txt is not UTF-8 (invalid start byte); save it as UTF-8" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_wrong_options_say_what_is_wrong(tmp_path, capsys) -> None:
     with pytest.raises(ConfigError, match=r"--questions 99: .*02\.kv_bytes"):
         choose(["99"])

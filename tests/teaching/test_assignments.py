@@ -9,14 +9,18 @@ import os
 import shutil
 import subprocess
 import sys
+import types
+import zipfile
 from pathlib import Path
 
 import nbformat
 import pytest
 
 from minillm.cli import main
+from minillm.errors import ConfigError
 from minillm.teaching.assert_passes import assert_passes
 from minillm.teaching.assignments import nbgrader_source, otter_test, write_nbgrader, write_otter
+from minillm.teaching.classroom import WHEEL
 from minillm.teaching.course import choose
 from minillm.teaching.registry import find
 
@@ -123,6 +127,45 @@ def test_without_otter_the_command_says_what_to_install(tmp_path, capsys, monkey
     assert "pip install 'minillm-lessons[graders]'" in capsys.readouterr().err
 
 
+def test_a_notebook_that_may_have_been_edited_is_not_overwritten(course):
+    (course / "solutions" / "03_other.py").write_text(LESSON)
+    [source] = write_nbgrader(course, ["02"], course / "course")
+    source.write_text("my words")
+    with pytest.raises(ConfigError, match=r"02_short\.ipynb exists and may have been edited; remove it"):
+        write_nbgrader(course, None, course / "course")
+    assert source.read_text() == "my words" and len(list((course / "course").rglob("*.ipynb"))) == 1
+    write_nbgrader(course, ["03"], course / "course")
+
+
+def otter_without_environment(tests_dir: str, output_path: str, requirements: str, **options: object) -> None:
+    """In place of `otter.generate.main`, for what our own code gives it."""
+    with zipfile.ZipFile(output_path, "w") as zipped:
+        zipped.write(requirements, "requirements.txt")
+
+
+def test_the_zip_installs_the_published_package_or_the_wheel_in_it(course, monkeypatch):
+    """As it is unpacked in /autograder/source, by Gradescope and by otter."""
+    stand_in = types.SimpleNamespace(main=otter_without_environment, __spec__=None)
+    monkeypatch.setitem(sys.modules, "otter", types.ModuleType("otter"))
+    monkeypatch.setitem(sys.modules, "otter.generate", stand_in)
+    monkeypatch.setattr("minillm.teaching.assignments.importlib.util.find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=f"run `make dist`, because the zip needs .*{WHEEL}"):
+        write_otter(course, None, course / "course")
+    assert not (course / "course").exists()
+    (course / "dist").mkdir()
+    (course / "dist" / WHEEL).write_bytes(b"wheel")
+    table = '[tool.minillm]\nrepository = "https://example.org/llm"\ntag = "v7"\n'
+    for pyproject, package, files in (
+        ("", f"minillm-lessons @ file:///autograder/source/{WHEEL}", ["requirements.txt", WHEEL]),
+        (table, "minillm-lessons @ git+https://example.org/llm@v7", ["requirements.txt"]),
+    ):
+        (course / "pyproject.toml").write_text(pyproject)
+        [place] = write_otter(course, None, course / "course")
+        with zipfile.ZipFile(place) as zipped:
+            assert zipped.read("requirements.txt").decode() == f"{package}\n"
+            assert zipped.namelist() == files
+
+
 @needs["nbgrader"]
 def test_nbgrader_accepts_releases_and_grades_the_lesson(course):
     [source] = write_nbgrader(course, None, course / "course", SECRET)
@@ -155,6 +198,8 @@ def test_nbgrader_accepts_releases_and_grades_the_lesson(course):
 
 @needs["otter"]
 def test_otter_runs_its_own_zip_on_right_and_wrong_notebooks(course):
+    (course / "dist").mkdir()
+    (course / "dist" / WHEEL).write_bytes(b"wheel")  # for other machines
     [place] = write_otter(course, None, course / "course", SECRET)
     [lesson] = choose(course)
     right = nbformat.writes(nbgrader_source(lesson)).replace("assert_passes", "print")

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -193,7 +194,12 @@ def test_another_right_way_passes():
     assert result.passed, str(result)
 
 
-def test_a_loop_over_the_blocks_that_no_other_program_copies_passes():
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_a_loop_over_the_blocks_that_no_other_program_copies_passes(interpreted: bool, monkeypatch):
+    """A compiled kernel cannot be told another `tl.num_programs` than that of its launch."""
+    if not interpreted:
+        monkeypatch.setattr(launching, "is_interpreted", lambda kernel: False)
+        monkeypatch.setattr(launching, "num_programs_of", lambda grid: nullcontext())
     body = """
         row = tl.program_id(0)
         for first in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
@@ -204,6 +210,9 @@ def test_a_loop_over_the_blocks_that_no_other_program_copies_passes():
     head = "@triton.jit\ndef copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constexpr):\n"
     result = check_function("l08.copy_kernel", kernel_of(head + textwrap.indent(textwrap.dedent(body), "    ")))
     assert result.passed, str(result)
+    everything = body.replace("tl.program_id(1) * BLOCK", "0").replace("tl.num_programs(1) * BLOCK", "BLOCK")
+    result = check_function("l08.copy_kernel", kernel_of(head + textwrap.indent(textwrap.dedent(everything), "    ")))
+    assert result.counterexample is not None and "numbers of the last program" in result.counterexample.problem
 
 
 def test_a_product_with_a_condition_keeps_a_load_inside():

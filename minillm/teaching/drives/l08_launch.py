@@ -95,10 +95,10 @@ def launch(
     """Launch the kernel `function`; return its result and what it did outside of it.
 
     The kernel gets the tensors of `inputs`, the tensor of `out`, `numbers`, and `sizes` as its `tl.constexpr`. The last
-    axis of `grid` divides that axis of `out` into parts of `share` elements, one per program. The kernel runs once more
-    without the last program of that axis, whose part must then stay unwritten. `full`: all lanes have an element to
-    work on, so the kernel needs no masks. With `against_wall` it runs twice more, on tensors that end where their
-    memory ends, and on tensors that begin where it begins.
+    axis of `grid` divides that axis of `out` into parts of `share` elements, one per program. If it can
+    (`can_lack_a_program`), the kernel runs once more without the last program of that axis, whose part must then stay
+    unwritten. `full`: all lanes have an element to work on, so the kernel needs no masks. With `against_wall` it runs
+    twice more, on tensors that end where their memory ends, and on tensors that begin where it begins.
 
     Raises:
         NotImplementedError: the kernel is a stub.
@@ -128,8 +128,9 @@ def launch(
             variant[grid](*(fence.tensor for fence in inputs), again.tensor, *numbers, **sizes)
             check_undefined(load, [(out.tensor, again.tensor)])
         part, without_last = out.unwritten(), (*grid[:-1], grid[-1] - 1)
-        with num_programs_of(grid):
-            kernel[without_last](*(fence.tensor for fence in inputs), part.tensor, *numbers, **sizes)
+        if can_lack_a_program(kernel):
+            with num_programs_of(grid):
+                kernel[without_last](*(fence.tensor for fence in inputs), part.tensor, *numbers, **sizes)
         of_last = part.is_written().split(share, dim=len(grid) - 1)[-1]
         found = {
             "out": out.tensor.cpu(),
@@ -146,6 +147,19 @@ def launch(
                 lambda copies: kernel[grid](*copies, *numbers, **sizes),
             )
     return found
+
+
+def can_lack_a_program(kernel: Any) -> bool:
+    """Whether the kernel divides its work as in the whole grid if fewer programs run: a compiled one that asks for
+    `tl.num_programs` does not, and only the interpreter can tell it another number (`num_programs_of`)."""
+    return is_interpreted(kernel) or "num_programs" not in kernel.fn.__code__.co_names
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether Triton interprets the kernel; else it compiles it, for a GPU."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(kernel, InterpretedFunction)
 
 
 @contextmanager

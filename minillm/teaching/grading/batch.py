@@ -115,8 +115,8 @@ def grade_all(
     progress: Any = None,
     graders: Graders | None = None,
 ) -> list[Submission]:
-    """The grades of `files`, in their order, without those that only hold other lessons than `rules` ask for; then
-    those of students who handed in nothing for one of these lessons.
+    """The grades of `files`, in their order. If `rules` ask for lessons: only those for them (`_asked_for`); then those
+    of students who handed in nothing for one of these lessons.
 
     Each file's is written to `out` as soon as it is there; those that are there already, with the same contents, rules
     and mode, are not graded again, unless they were interrupted.
@@ -139,8 +139,21 @@ def grade_all(
         grades.write(folder / _result_name(files[number], keys[number]), submission)
         done[number] = submission
     every = [done[number] for number in range(len(files))]
-    asked_for = [submission for submission in every if submission.exercises or not submission.lessons]
-    return [*asked_for, *_not_handed_in(every, rules.lessons)]
+    return [*_asked_for(every, rules.lessons), *_not_handed_in(every, rules.lessons)]
+
+
+def _asked_for(every: list[Submission], lessons: Sequence[str]) -> list[Submission]:
+    """The submissions without those that only hold other lessons than `lessons`, and without files that hold none, such
+    as helpers, beside another one of the student's that is graded."""
+    graded = {submission.student for submission in every if submission.exercises}
+    return [
+        submission
+        for submission in every
+        if not lessons
+        or submission.exercises
+        or submission.status is Status.UNREADABLE
+        or not (submission.lessons or submission.student in graded)
+    ]
 
 
 def _not_handed_in(graded: Sequence[Submission], lessons: Sequence[str]) -> Iterator[Submission]:

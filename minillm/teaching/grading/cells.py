@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import tokenize
 from typing import Any, NamedTuple
 
 MAX_FILE = 50 << 20
 """Bytes of a submission."""
 _RUN_IN_PLACE = ("%%time", "%%timeit", "%%capture", "%%prun")
 """Cell magics whose cell is Python."""
-_OF_IPYTHON = re.compile(
-    r"^([ \t]*)(%{1,2}[A-Za-z]|!|\?|[\w.*]+\?{1,2}[ \t]*$|[\w., ]+=[ \t]*(?:!|%[A-Za-z]))(?:.*\\\n)*.*$",
-    re.MULTILINE,
-)
+_OF_IPYTHON = re.compile(r"([ \t]*)(%{1,2}[A-Za-z]|!|\?|[\w.*]+\?{1,2}[ \t]*$|[\w., ]+=[ \t]*(?:!|%[A-Za-z]))")
 """A magic, a shell line, what one of them returns (`files = !ls`), or a question (`name?`). A line of Python may also
-end in `?`, in a comment. A backslash at its end continues it in the next line."""
+end in `?`, in a comment."""
 _PERCENT = re.compile(r"^# %%.*$", re.MULTILINE)
 
 
@@ -66,7 +64,30 @@ def python_of(source: str) -> str:
     first = source.lstrip().partition("\n")[0].strip()
     if first.startswith("%%") and first.split()[0] not in _RUN_IN_PLACE:
         return ""
-    return _OF_IPYTHON.sub(lambda line: f"{line[1]}pass" + "\n" * line[0].count("\n"), source)
+    lines, at = source.split("\n"), 0
+    while at < len(lines):
+        magic, end = _OF_IPYTHON.match(lines[at]), at + 1
+        if magic is None:
+            at = _end_of_statement(lines, at)
+            continue
+        while end < len(lines) and lines[end - 1].endswith("\\"):
+            end += 1
+        lines[at:end] = [f"{magic[1]}pass", *[""] * (end - at - 1)]
+        at = end
+    return "\n".join(lines)
+
+
+def _end_of_statement(lines: list[str], start: int) -> int:
+    """The number of the line after the Python statement, or the empty line or comment, that begins in line `start`: a
+    line inside of brackets or of a string is no magic, however it begins."""
+    if lines[start].lstrip()[:1] in ("", "#"):
+        return start + 1
+    rest = (f"{lines[number]}\n" for number in range(start, len(lines)))
+    try:
+        ends = (t.end[0] for t in tokenize.generate_tokens(lambda: next(rest, "")) if t.type == tokenize.NEWLINE)
+        return start + next(ends, 1)
+    except (tokenize.TokenError, SyntaxError):  # not Python, whatever follows
+        return len(lines)
 
 
 def _unix(text: str) -> str:

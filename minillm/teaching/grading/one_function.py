@@ -163,20 +163,24 @@ def _cut(text: str) -> str:
     return text.encode("utf-8", "replace").decode()[:MAX_TEXT]
 
 
-MODULE = re.compile(r"minillm(\.\w+)+")
+MODULE = re.compile(r"\bminillm(?:\.\w+)*")
 
 
 def _library(statements: list[Statement]) -> list[str]:
-    """What statements import from minillm, or may import by its name in text: `minillm.cache.prefix.root_hash`."""
+    """What statements import from minillm, or may import by its name in a text that is no docstring:
+    `minillm.cache.prefix.root_hash`."""
     found: list[str] = []
     for statement in statements:
-        for node in ast.walk(statement.node):
+        nodes = list(ast.walk(statement.node))
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "minillm":
                 found += [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
                 found += [alias.name for alias in node.names if alias.name.partition(".")[0] == "minillm"]
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
-                found.append(node.value)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) and node not in docstrings:
+                text = node.value.decode("latin-1") if isinstance(node.value, bytes) else node.value
+                found += MODULE.findall(text)
     return sorted({_cut(name) for name in found})[:50]
 
 

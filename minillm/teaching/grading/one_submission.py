@@ -30,7 +30,7 @@ from minillm.teaching.grading.program import file_of
 from minillm.teaching.grading.student_process import StudentProcess, Told
 from minillm.teaching.grading.variants import hidden_cases
 from minillm.teaching.guard import ChildExit, Limits
-from minillm.teaching.judge import Judge
+from minillm.teaching.judge import STUB, Judge
 from minillm.teaching.raised import Raised, Sort
 from minillm.teaching.registry import exercises_of, module_names
 from minillm.teaching.result import CheckResult, Counterexample
@@ -40,6 +40,8 @@ LIMITS = Limits(seconds=10.0)
 LIKELY = "it looks as if your function "
 READ_LIMITS = 60.0, 1 << 30
 SIGKILL = 9
+NO_EXERCISES = "l00"
+"""The lesson in which there is nothing to write."""
 _ENDED_BY = {Sort.TIME: Status.TIMEOUT, Sort.MEMORY: Status.CRASHED, Sort.EXIT: Status.CRASHED}
 _ENDED_BY[Sort.PROCESSES] = Status.CRASHED
 
@@ -79,7 +81,7 @@ class Grader:
         return Submission(
             **made,
             status=overall(grades),
-            reason="" if lessons else self._nothing_to_grade(),
+            reason="" if grades else self._nothing_to_grade(),
             lessons=lessons or held,
             exercises=grades,
             notes=[f"not Python: {broken}" for broken in message.broken],
@@ -157,9 +159,11 @@ class _Verdict:
         ):
             return self._plain(Status.NOT_ATTEMPTED, "it is not written yet")  # the stub is below lines that were given
         if result.status is CheckStatus.NOT_DONE:
+            said = f"it raises NotImplementedError: {result.note}"
+            if STUB.match(result.note):
+                said = f"it calls a function that is not written yet: {result.note}"
             told = result.note.startswith("it calls ")
-            said = result.note if told else f"it calls a function that is not written yet: {result.note}"
-            return self._plain(Status.FAILED, said, len(outcomes) - 1)
+            return self._plain(Status.FAILED, result.note if told else said, len(outcomes) - 1)
         if result.passed:
             return self._of(result, Status.PASSED)
         first = outcomes[next(index for index, problem in enumerate(problems) if problem)].error
@@ -220,6 +224,8 @@ class _Verdict:
         loaded = self._first(Loaded)
         planted = shown.cause.removeprefix(LIKELY) if shown.cause.startswith(LIKELY) else ""
         known = {wrong.description for wrong in self.key.exercise.wrong}
+        notes = [_text(note) for note in loaded.notes[:20]] if isinstance(loaded, Loaded) else []
+        failed = [note for note in notes if note.startswith("cell ")] if shown.got.startswith("NameError") else []
         return ExerciseGrade(
             exercise=self.name,
             status=status,
@@ -229,11 +235,11 @@ class _Verdict:
             inputs=dict(shown.inputs),
             expected=shown.expected,
             got=shown.got,
-            problem=shown.problem,
+            problem="; ".join([shown.problem, *(f"what it needs had failed: {note}" for note in failed)]),
             where=shown.where,
             cause=shown.cause,
             mistake=planted if planted in known else "",
-            notes=[_text(note) for note in loaded.notes[:20]] if isinstance(loaded, Loaded) else [],
+            notes=notes,
             library=[_text(name) for name in loaded.library[:50]] if isinstance(loaded, Loaded) else [],
         )
 
@@ -268,17 +274,17 @@ def asked_for(wanted: Sequence[str], held: Sequence[str], cells: Cells) -> list[
 
 def lessons_of(cells: Cells, file: str) -> list[str]:
     """The lessons that a notebook holds: the one that its metadata or its file name gives if it has one of its
-    functions, else the one most of whose functions it has; and every other lesson of which it has all functions."""
+    functions, else the one most of whose functions it has; and every other lesson of which it has all functions. A file
+    without functions is for the lesson that it names, which may be `NO_EXERCISES`."""
     there = set(cells.functions)
     wanted = {n.partition("_")[0]: {e.function_name for e in exercises_of(n)} for n in module_names()}
     shares = {lesson: len(names & there) / len(names) for lesson, names in wanted.items()}
     named = [
         f"l{number[0]}" for text in (cells.lesson, file.rpartition("/")[2]) if (number := re.findall(r"\d\d", text))
     ]
-    first = next((lesson for lesson in named if lesson in wanted and (shares[lesson] or not any(shares.values()))), "")
-    first = first or max(shares, key=lambda lesson: shares[lesson])
-    if not shares[first] and first not in named:
-        return []
+    if not any(shares.values()):
+        return [lesson for lesson in named if lesson in (*wanted, NO_EXERCISES)][:1]
+    first = next((lesson for lesson in named if shares.get(lesson)), max(shares, key=lambda lesson: shares[lesson]))
     return sorted({first} | {lesson for lesson, share in shares.items() if share == 1.0})
 
 

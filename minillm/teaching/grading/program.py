@@ -9,7 +9,9 @@ level that takes an hour costs nothing.
 from __future__ import annotations
 
 import ast
+import asyncio
 import dis
+import inspect
 import linecache
 import re
 import sys
@@ -24,7 +26,12 @@ from minillm.teaching.grading.cells import Cell, python_of
 
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _FUTURE = "annotations"
+PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+"""Which reads the submissions; a later one may know more syntax."""
 _IMPORTS = (ast.Import, ast.ImportFrom)
+_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What `ast.parse` and `compile` raise."""
+_EXERCISE = re.compile(r"l\d\d\.\w+")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +44,9 @@ class Statement:
 
     @cached_property
     def code(self) -> types.CodeType:
-        """The compiled statement."""
-        return compile(ast.Module([self.node], []), file_of(self.cell), "exec", self.flags, dont_inherit=True)
+        """The compiled statement. Raises `_NOT_PYTHON`. It may `await`, as in a notebook."""
+        flags = self.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        return compile(ast.Module([self.node], []), file_of(self.cell), "exec", flags, dont_inherit=True)
 
     @cached_property
     def binds(self) -> frozenset[str]:
@@ -47,8 +55,11 @@ class Statement:
 
     @cached_property
     def uses(self) -> frozenset[str]:
-        """The global names that it reads, at once or when a function in it is called."""
-        return frozenset(_read(self.code))
+        """The global names that it reads, at once or when a function in it is called; none if it does not compile."""
+        try:
+            return frozenset(_read(self.code))
+        except _NOT_PYTHON:
+            return frozenset()
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class Broken:
     source: str
 
     def __str__(self) -> str:
-        return f"cell {self.cell}, line {self.line}: {self.message}"
+        return f"cell {self.cell}, line {self.line}: {self.message} (read by {PYTHON})"
 
 
 @dataclass
@@ -209,8 +220,8 @@ def load(program: Program, name: str, definition: Statement) -> Any:
         postponed = []
         for statement in pending:
             try:
-                exec(statement.code, space)
-                if "use" in statement.binds and isinstance(statement.node, _IMPORTS):
+                _run(statement.code, space)
+                if {"use", "*"} & statement.binds and isinstance(statement.node, _IMPORTS):
                     space["use"] = use
             except NameError as error:
                 postponed.append((statement, error))
@@ -226,6 +237,13 @@ def load(program: Program, name: str, definition: Statement) -> Any:
             break
         pending = [statement for statement, _ in postponed]
     return space[name]
+
+
+def _run(code: types.CodeType, space: dict[str, Any]) -> None:
+    """Run a statement, in an event loop if it awaits something."""
+    awaited = eval(code, space)
+    if inspect.iscoroutine(awaited):
+        asyncio.run(awaited)
 
 
 def file_of(cell: int) -> str:
@@ -246,14 +264,24 @@ def _tree(number: int, source: str) -> ast.Module | Broken:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 tree = ast.parse(text, file_of(number))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            problem = problem or error
+        except _NOT_PYTHON as error:
+            problem = error
             continue
+        _name_use(tree)
         lines = text.splitlines(keepends=True)
         linecache.cache[file_of(number)] = (len(text), None, lines, file_of(number))
         return tree
     line = getattr(problem, "lineno", None) or 1
     return Broken(number, line, getattr(problem, "msg", None) or str(problem), source)
+
+
+def _name_use(tree: ast.Module) -> None:
+    """Make `teaching.use("l02.append_kv")` a call of `use`, which `load` provides."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="use") as called, args=[ast.Constant(value=str(name)), *_]):
+                if _EXERCISE.fullmatch(name):
+                    node.func = ast.copy_location(ast.Name("use", ast.Load()), called)
 
 
 def _is_given(statement: Statement, name: str) -> bool:

@@ -74,12 +74,22 @@ def enter(root: Path, package: Path, slot: int) -> None:
 
 def hidden(package: Path) -> list[Path]:
     """The folders with answers among those that are shown (`needed`): exercises and solved lessons of `package`, and of
-    every other copy of minillm that is installed."""
+    every other copy of minillm that is installed; and what lies beside `package` in a clone, such as its history."""
     copies = [package, *(place / "minillm" for place in _wanted(package))]
     answers = [copy / part for copy in copies for part in ("teaching/exercises", "_solutions")]
-    real = {path.resolve() for path in (*answers, package.parent / "solutions") if path.is_dir()}
+    real = {path.resolve() for path in (*answers, *_rest_of_clone(package)) if path.is_dir()}
     shown = needed(package)
     return [path for path in sorted(real) if any(place in path.parents for place in shown)]
+
+
+def _rest_of_clone(package: Path) -> list[Path]:
+    """If `package` lies in a clone: the folders there that neither Python nor minillm needs, and the solved lessons."""
+    clone, solved = package.parent, package.parent / "solutions"
+    if not (solved.is_dir() or (clone / ".git").exists()):
+        return []
+    used = [path.resolve() for path in _wanted(package)]
+    others = [path for path in clone.iterdir() if path.is_dir() and not path.is_symlink()]
+    return [solved, *(path for path in others if not any(path.resolve() in (use, *use.parents) for use in used))]
 
 
 def begin_run(slot: int) -> None:

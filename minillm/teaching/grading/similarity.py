@@ -7,8 +7,9 @@ both before you say anything to anyone.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from minillm.teaching.grading.program import Program, is_stub
 
@@ -82,11 +83,14 @@ def similarity(one: Sequence[str], other: Sequence[str]) -> float:
     return sum((a & b).values()) / union if union else 0.0
 
 
-def alike(shapes: Mapping[str, Sequence[str]], least: float) -> list[tuple[str, str, float]]:
-    """The pairs of students whose trees are at least `least` alike, the most alike first. `shapes`: by student."""
-    known = {student: tree for student, tree in shapes.items() if len(tree) >= MIN_NODES}
-    names = sorted(known)
-    pairs = [
-        (one, other, similarity(known[one], known[other])) for i, one in enumerate(names) for other in names[i + 1 :]
-    ]
-    return sorted([pair for pair in pairs if pair[2] >= least], key=lambda pair: (-pair[2], pair[0], pair[1]))
+def alike(trees: Iterable[tuple[str, Sequence[str]]], least: float) -> list[tuple[str, str, float]]:
+    """The pairs of students of whose trees two are at least `least` alike, the most alike first.
+
+    `trees`: (student, tree) of every file; two of the same student are no pair.
+    """
+    known = sorted({(student, tuple(tree)) for student, tree in trees if len(tree) >= MIN_NODES})
+    most: dict[tuple[str, str], float] = {}
+    for (one, tree), (other, its) in itertools.combinations(known, 2):
+        if one != other and (share := similarity(tree, its)) >= least:
+            most[one, other] = max(share, most.get((one, other), 0.0))
+    return sorted([(*pair, share) for pair, share in most.items()], key=lambda pair: (-pair[2], pair[0], pair[1]))

@@ -123,6 +123,19 @@ def test_of_the_lessons_that_are_asked_for_none_is_left_out_that_the_notebook_ha
     ]
 
 
+def test_a_file_without_functions_is_for_the_lesson_that_it_names(grader: Grader):
+    asked = Grader(grader.process, replace(RULES, lessons=("l02",)))
+    for notebook, file, lessons in (
+        (_solved("00_tour"), "x.ipynb", ["l00"]),
+        ({"cells": []}, "00_tour.ipynb", ["l00"]),
+        ({"cells": []}, "2024_helpers.ipynb", []),
+    ):
+        submission = graded(asked, notebook, file)
+        assert (submission.lessons, submission.exercises) == (lessons, [])
+        assert submission.reason == "it is not for the lessons that are graded (l02)"
+        assert graded(grader, notebook, file).reason == "it has no function of any exercise"
+
+
 def test_a_helper_with_the_name_of_another_lesson_s_function_is_not_graded(grader: Grader):
     """Lesson 5 has a `cache_bytes`, as lesson 4 has."""
     asked = Grader(grader.process, replace(RULES, lessons=("l04", "l12", "l15")))
@@ -230,6 +243,18 @@ def test_a_notebook_as_it_was_given_out_is_not_attempted(grader: Grader):
             "it calls append_kv, which is not written yet: write it",
         ),
         (
+            f"def {TARGET}(config, bytes_per_value):\n    if bytes_per_value:\n"
+            "        raise NotImplementedError('for zero')\n    return 0",
+            Status.FAILED,
+            "it raises NotImplementedError: for zero",
+        ),
+        (
+            f"from helpers import two\n\n\ndef {TARGET}(config, bytes_per_value):\n    return two()",
+            Status.FAILED,
+            "your function raised an error; "
+            "what it needs had failed: cell 1, line 1: ModuleNotFoundError: No module named 'helpers'",
+        ),
+        (
             f"for _ in range(1):\n    def {TARGET}(config, bytes_per_value):\n        return 1",
             Status.NOT_ATTEMPTED,
             "it is defined inside a loop, which is not run",
@@ -321,9 +346,25 @@ def test_imports_from_the_engine_are_reported(grader: Grader):
     source = f"from minillm.models.config import ModelConfig as kv\n\n{own}"
     got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, source)), f"l02.{TARGET}")
     assert got.library == ["minillm.models.config.ModelConfig"]
-    by_text = f'import importlib\n\nkv = importlib.import_module("minillm.models.config").ModelConfig\n\n{own}'
-    got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, by_text)), f"l02.{TARGET}")
-    assert got.library == ["minillm.models.config"]
+
+
+@pytest.mark.parametrize(
+    ("import_it", "library"),
+    [
+        ('kv = importlib.import_module("minillm.models.config").ModelConfig', ["minillm.models.config"]),
+        ('exec("from minillm.models.config import ModelConfig as kv", {})', ["minillm.models.config"]),
+        ('exec(b"pass\\nimport minillm.models.config", {})', ["minillm.models.config"]),
+        ('kv = pkgutil.resolve_name("minillm.models.config:ModelConfig")', ["minillm.models.config"]),
+        ('kv = __import__("minillm").models', ["minillm"]),
+        ('"""As minillm.models does."""', []),
+    ],
+)
+def test_imports_by_a_text_are_reported(grader: Grader, import_it: str, library: list[str]):
+    source = (
+        f"import importlib\nimport pkgutil\n\n\ndef {TARGET}(config, bytes_per_value):\n    {import_it}\n    return 1"
+    )
+    got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, source)), f"l02.{TARGET}")
+    assert got.library == library
 
 
 def test_a_function_that_is_imported_is_not_an_attempt(grader: Grader):

@@ -171,6 +171,33 @@ def test_use_may_stand_in_any_expression(cells):
         assert function(1) == 2 and program.notes == []
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ("from minillm.teaching import *", 'def f(x):\n    assert check\n    return use("l02.g")(x)'),
+        ("import minillm.teaching as mt", 'mine = mt.use("l02.g")', "def f(x):\n    return mine(x)"),
+        ('def f(x):\n    import minillm.teaching\n    return minillm.teaching.use("l02.g")(x)',),
+    ],
+)
+def test_use_is_the_grader_s_however_it_is_imported(cells):
+    function, program = loaded(*cells, "def g(x):\n    return x + 1")
+    assert function(1) == 2 and program.notes == []
+    function, _ = loaded('class Own:\n    def use(self, text):\n        return text\n\nf = Own().use("l02")')
+    assert function == "l02"
+
+
+def test_a_cell_may_await():
+    cells = ("import asyncio", "TWO = await asyncio.sleep(0, 2)", "def f(x):\n    return x * TWO")
+    function, program = loaded(*cells)
+    assert function(3) == 6 and program.notes == []
+
+
+def test_a_needed_statement_that_does_not_compile_is_named_and_the_rest_goes_on():
+    function, program = loaded("TWO = 2", "if TWO > 2:\n    TWO = yield", "def f(x):\n    return x * TWO")
+    assert function(3) == 6
+    assert program.notes == ["cell 2, line 1: SyntaxError: 'yield' outside function (<cell 2>, line 2)"]
+
+
 def test_use_without_an_own_function_says_which_is_missing():
     function, _ = loaded('def f(x):\n    return use("l02.g")(x)')
     with pytest.raises(NameError, match="'g' is not defined"):
@@ -204,9 +231,10 @@ def test_a_definition_that_fails_raises():
 def test_cells_that_are_not_python_do_not_hide_the_others():
     function, program = loaded("def f(x):\n    return x", "def g(:", "this is no Python")
     assert function(3) == 3
+    here = f"(read by Python {sys.version_info.major}.{sys.version_info.minor})"
     assert [str(each) for each in program.broken] == [
-        "cell 2, line 1: invalid syntax",
-        "cell 3, line 1: invalid syntax",
+        f"cell 2, line 1: invalid syntax {here}",
+        f"cell 3, line 1: invalid syntax {here}",
     ]
     assert program.broken_definition("g").cell == 2
     assert program.broken_definition("f") is None
@@ -235,6 +263,25 @@ def test_only_lines_of_ipython_are_left_out():
     assert python_of(source).splitlines() == [
         "pass", "x = (7", " % 3)", "return_value = 5  # right?", "pass", "pass", "pass", "pass", "pass"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "python",
+    [
+        "x = (\n    5\n    %y)\nassert (x\n        != y)",
+        'def f():\n    """Bytes.\n    %d of them"""\n    return 1',
+        "x = 7 \\\n  %y",
+        "# it's\nx = [  # (\n  1,\n!=y]",
+    ],
+)
+def test_lines_inside_of_a_statement_are_no_magics(python):
+    assert python_of(f"%time\n{python}\n!ls (\n{python}\n%%x") == f"pass\n{python}\npass\n{python}\npass"
+
+
+@pytest.mark.parametrize(("python", "line"), [("def f(x):\n    return 2 *", 4), ("x = '", 3), ("x = (", 3)])
+def test_a_syntax_error_beside_a_magic_has_its_own_line(python: str, line: int):
+    [broken] = program_of(f"%matplotlib inline\n\n{python}\n%time").broken
+    assert broken.line == line
 
 
 def test_lines_of_ipython_on_windows_and_over_several_lines():

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -142,6 +143,43 @@ def test_students_that_wrote_the_same_are_listed_as_evidence(graded):
     text = summary.page_of(graded, {s.student: "x" for s in graded}, reports.ISOLATION, 0.9)
     assert "no verdict" in text
     assert "<td>alice</td><td>bob</td><td>1.00</td>" in text
+
+
+def in_one_file(student: str, trees: dict[str, list[str]], file: str = "a.py") -> Submission:
+    made = {"student": student, "file": f"{student}/{file}", "key": "k", "status": Status.PASSED}
+    return Submission(**made, shapes=trees)
+
+
+def test_a_natural_solution_of_many_does_not_hide_the_pair_of_another_exercise():
+    natural, copied = ["a>b"] * 30, ["c>d"] * 30
+    students = [f"s{number:02}" for number in range(40)]
+    one = {name: {"l02.append_kv": natural, "l02.best_r": [f"{name}>x"] * 30} for name in students}
+    one["s38"]["l02.best_r"] = one["s39"]["l02.best_r"] = copied
+    text = summary.page_of(
+        [in_one_file(*each) for each in one.items()], dict.fromkeys(one, "x"), reports.ISOLATION, 0.9
+    )
+    pair, *others = re.findall(r'<th scope="row">(l02\.\w+)</th><td>(\w+)</td><td>(\w+)</td>', text)
+    assert pair == ("l02.best_r", "s38", "s39")
+    assert {name for name, *_ in others} == {"l02.append_kv"} and len(others) == summary.MAX_PAIRS
+    assert f"<p>{40 * 39 // 2 - summary.MAX_PAIRS} more pairs of l02.append_kv are left out.</p>" in text
+
+
+def test_another_file_does_not_take_a_student_out_of_the_comparison():
+    copied, other = {"l02.best_r": ["a>b"] * 30}, {"l02.best_r": ["c>d"] * 30}
+    graded = [in_one_file("ann", copied), in_one_file("bob", copied), in_one_file("bob", copied, "b.py")]
+    graded += [in_one_file("bob", other, "c.py")]
+    text = summary.page_of(graded, {"ann": "x", "bob": "y"}, reports.ISOLATION, 0.9)
+    assert re.findall(r"<td>(\w+)</td><td>(\w+)</td><td>([\d.]+)</td>", text) == [("ann", "bob", "1.00")]
+
+
+def test_an_exercise_in_two_files_of_a_student_counts_once():
+    files = (("ann", Status.FAILED), ("ann", Status.PASSED), ("ann", Status.PASSED), ("bob", Status.PASSED))
+    graded = [
+        Submission(student=who, file=f"{n}.py", key="k", status=status, exercises=[exercise("l02.best_r", status)])
+        for n, (who, status) in enumerate(files)
+    ]
+    rows = csv.DictReader(io.StringIO(tables.csv_of(graded)))
+    assert [row["points"] for row in rows] == ["0", "1", "0", "1"]
 
 
 def test_names_of_files_are_safe_and_unique():
@@ -289,6 +327,17 @@ def test_bad_arguments_are_named_before_anything_is_graded(tmp_path, capsys, mon
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("out", ["class/submissions", "class/link", "class"])
+def test_reports_are_not_written_among_the_submissions(tmp_path, monkeypatch, capsys, out):
+    (tmp_path / "class" / "submissions").mkdir(parents=True)
+    (tmp_path / "class" / "submissions" / "ann.py").write_text("x = 1")
+    (tmp_path / "class" / "link").symlink_to("submissions")
+    monkeypatch.chdir(tmp_path)
+    assert main(["grade", "class/submissions", "--out", out]) == 2
+    assert f"--out {out} has the submissions class/submissions in it" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "class" / "submissions").iterdir()] == ["ann.py"]
+
+
 def test_find_takes_the_folder_or_the_file_as_the_student(tmp_path):
     for name in ("alice/a/02.ipynb", "alice/06.ipynb", "alice/notes.txt", "bob.ipynb", "carol.IPYNB"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -356,15 +405,15 @@ def test_a_lesson_that_a_student_has_handed_in_nowhere_is_not_attempted(tmp_path
         (tmp_path / name).write_text("")
     rules = Rules(lessons=("l02", "l06"))
     graded = batch.grade_all(batch.find(tmp_path), tmp_path / "out", rules, graders=graders)
-    assert [each.file for each in graded[:5]] == ["ann/02.py", "ann/06.py", "bob/02.py", "bob/other.py", "cem/other.py"]
-    assert [(each.student, each.lessons, each.key) for each in graded[5:]] == [
+    assert [each.file for each in graded[:4]] == ["ann/02.py", "ann/06.py", "bob/02.py", "cem/other.py"]
+    assert [(each.student, each.lessons, each.key) for each in graded[4:]] == [
         ("bob", ["l06"], ""),
         ("cem", ["l02", "l06"], ""),
     ]
-    assert {grade.status for each in graded[5:] for grade in each.exercises} == {Status.NOT_ATTEMPTED}
-    assert [len(each.exercises) for each in graded[5:]] == [6, 5 + 6]
-    assert reports.write_all(graded, tmp_path / "out", 0.9)[0].startswith("5 submissions, 0 unreadable")
-    assert "5 submissions of 3 students" in (tmp_path / "out" / "index.html").read_text()
+    assert {grade.status for each in graded[4:] for grade in each.exercises} == {Status.NOT_ATTEMPTED}
+    assert [len(each.exercises) for each in graded[4:]] == [6, 5 + 6]
+    assert reports.write_all(graded, tmp_path / "out", 0.9)[0].startswith("4 submissions, 0 unreadable")
+    assert "4 submissions of 3 students" in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_a_worker_that_can_start_no_process_says_so_as_the_result_of_its_task(monkeypatch) -> None:

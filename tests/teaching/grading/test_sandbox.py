@@ -72,7 +72,7 @@ def test_answers_of_every_copy_are_hidden(mode: str, tmp_path: Path) -> None:
     package, other = venv / "clone" / "minillm", venv / INSIDE
     answers = [
         package / "teaching" / "exercises" / "l02.py",
-        venv / "clone" / "solutions" / "02_kv_cache.py",
+        *(venv / "clone" / name for name in ("solutions/02_kv_cache.py", ".git/config", "dist/it.whl", "tests/l02.py")),
         other / "teaching" / "exercises" / "l02.py",
         other / "_solutions" / "02_kv_cache.py",
     ]
@@ -87,6 +87,25 @@ def test_answers_of_every_copy_are_hidden(mode: str, tmp_path: Path) -> None:
     if done.stderr.startswith("impossible") and not possible(mode):
         pytest.skip(done.stderr)
     assert done.stdout.split("\n") == ["1.0", *["nothing"] * len(answers), ""], done.stderr
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+@pytest.mark.parametrize("mode", ["namespaces", "landlock"])
+def test_of_a_clone_what_python_needs_stays(mode: str, tmp_path: Path) -> None:
+    """The virtual environment is in the clone, and both are where Python is."""
+    prefix, root = tmp_path / "prefix", tmp_path / "root"
+    package, needs = prefix / "clone" / "minillm", prefix / "clone" / "venv" / INSIDE.parent
+    files = [package / "version.py", needs / "torch.py", prefix / "clone" / ".git" / "config"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(file.stem)
+    root.mkdir()
+    command = [sys.executable, "-I", "-c", PROGRAM, str(GRADING), mode, str(prefix), str(package), str(root)]
+    environment = {**os.environ, "PLACES": str(needs)}
+    done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True, env=environment)
+    if done.stderr.startswith("impossible") and not possible(mode):
+        pytest.skip(done.stderr)
+    assert done.stdout.split("\n") == ["version", "torch", "nothing", ""], done.stderr
 
 
 LIMITED = """

@@ -12,6 +12,9 @@ from minillm.teaching.grading.reports.page import document, said, table
 from minillm.teaching.grading.similarity import alike as alike_pairs
 
 MAX_ROWS = 200
+"""Of the common mistakes."""
+MAX_PAIRS = 50
+"""Of each exercise, that are alike."""
 SHOWN = (Status.PASSED, Status.FAILED, Status.NOT_ATTEMPTED, Status.TIMEOUT, Status.CRASHED)
 
 
@@ -75,17 +78,27 @@ def _submissions(graded: Sequence[Submission], pages: Mapping[str, str]) -> str:
 
 
 def _alike(graded: Sequence[Submission], least: float) -> str:
+    """The pairs of each exercise, those of the exercise with the fewest first: a natural solution has many."""
     names = sorted({name for submission in graded for name in submission.shapes})
-    rows = []
-    for name in names:
-        shapes = {s.student: s.shapes[name] for s in graded if name in s.shapes}
-        rows += [[escape(name), escape(a), escape(b), f"{share:.2f}"] for a, b, share in alike_pairs(shapes, least)]
+    pairs = {
+        name: alike_pairs([(s.student, s.shapes[name]) for s in graded if name in s.shapes], least) for name in names
+    }
+    fewest_first = sorted((name for name in names if pairs[name]), key=lambda name: len(pairs[name]))
+    rows = [
+        [escape(name), escape(one), escape(other), f"{share:.2f}"]
+        for name in fewest_first
+        for one, other, share in pairs[name][:MAX_PAIRS]
+    ]
     intro = (
         "<p>Pairs whose syntax trees, without names, texts and numbers, share most of their parts. Short functions "
         "with one natural solution are alike in every class: this is a reason to read both, and no verdict.</p>"
     )
     if not rows:
         return f"<h2>Alike</h2>\n{intro}\n<p>No pair reaches {least:g}.</p>"
-    more = f"<p>{len(rows) - MAX_ROWS} more pairs are left out.</p>" if len(rows) > MAX_ROWS else ""
-    shown = table("Pairs", ("exercise", "student", "student", "share in common"), rows[:MAX_ROWS])
-    return f"<h2>Alike</h2>\n{intro}\n{shown}{more}"
+    more = [
+        f"<p>{len(pairs[name]) - MAX_PAIRS} more pairs of {escape(name)} are left out.</p>"
+        for name in fewest_first
+        if len(pairs[name]) > MAX_PAIRS
+    ]
+    shown = table("Pairs", ("exercise", "student", "student", "share in common"), rows)
+    return "\n".join(["<h2>Alike</h2>", intro, shown, *more])

@@ -21,8 +21,11 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def csv_of(graded: Sequence[Submission]) -> str:
-    """One line per exercise of every submission; a submission without exercises has one line."""
-    text = io.StringIO()
+    """One line per exercise of every submission; a submission without exercises has one line.
+
+    An exercise that several files of a student pass has its point in the first of these lines only.
+    """
+    text, passed = io.StringIO(), set()
     writer = csv.writer(text)
     writer.writerow(COLUMNS)
     for submission in graded:
@@ -30,7 +33,8 @@ def csv_of(graded: Sequence[Submission]) -> str:
             row = [submission.student, submission.file, "", submission.status.value, 0, 0, 0, submission.reason]
             writer.writerow([_cell(each) for each in [*row, *[""] * (len(COLUMNS) - len(row))]])
         for grade in submission.exercises:
-            points = int(grade.status is Status.PASSED)
+            points = int(grade.status is Status.PASSED and (submission.student, grade.exercise) not in passed)
+            passed |= {(submission.student, grade.exercise)} if points else set()
             row: list[object] = [submission.student, submission.file, grade.exercise, grade.status.value, points]
             row += [grade.passed_cases, grade.num_cases, grade.problem, grade.cause, grade.mistake]
             row += ["yes" if grade.hidden else "", f"{grade.seconds:.3f}", " ".join(grade.library)]
