@@ -63,6 +63,7 @@ TOGETHER = (
         "tests/bench/test_kernels.py",
         "tests/cache/test_kivi.py",
         "tests/cache/test_paged_int4.py",
+        "tests/cache/test_paged_int8.py",
         "tests/speculative/test_self_quant.py",
     ),
 )

@@ -132,7 +132,8 @@ class PackedDecoder:
         self.weights = _pack_matrices(model, _linears(model), self.matrices[:-1], vectors)
         embedding = model.embed_tokens.weight
         self.tied = not isinstance(model.lm_head, QuantizedLinear) and model.lm_head.weight is embedding
-        self.embedding = np.zeros(0, np.float32) if self.tied else smallest_cast([embedding])(embedding).reshape(-1)
+        # Empty if tied, but of the same kind: the step that is compiled for one serves the other.
+        self.embedding = smallest_cast([embedding])(embedding[:0] if self.tied else embedding).reshape(-1)
         model.embed_tokens = MovedLayer()
         del embedding  # otherwise it would stay in memory until this function returns
         self.head = _pack_matrices(model, ["lm_head"], self.matrices[-1:], vectors)
