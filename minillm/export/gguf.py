@@ -169,7 +169,7 @@ def _tokenizer(folder: Path, config: ModelConfig) -> GgufTokenizer | None:
         if (folder / "tokenizer.json").is_file():
             raise
         return None  # without a tokenizer llama.cpp reads and returns token ids
-    return gguf_tokenizer(tokenizer, config.vocab_size, config.bos_token_id)
+    return gguf_tokenizer(tokenizer, config.vocab_size)
 
 
 def _write_shape(writer: Any, gguf: Any, config: ModelConfig, name: str, kind: str) -> None:
@@ -203,9 +203,10 @@ def _write_tokenizer(writer: Any, tokenizer: GgufTokenizer | None, config: Model
     writer.add_token_list(tokenizer.tokens)
     writer.add_token_types(tokenizer.types)
     writer.add_token_merges(tokenizer.merges)
-    writer.add_add_bos_token(tokenizer.adds_bos)
-    if config.bos_token_id is not None:
-        writer.add_bos_token_id(config.bos_token_id)
+    writer.add_add_bos_token(tokenizer.bos is not None)
+    bos = config.bos_token_id if tokenizer.bos is None else tokenizer.bos
+    if bos is not None:
+        writer.add_bos_token_id(bos)
     if config.eos_token_ids:
         writer.add_eos_token_id(config.eos_token_ids[0])
 

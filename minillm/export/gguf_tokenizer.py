@@ -47,12 +47,12 @@ class GgufTokenizer:
     pre: str
     """The name of the pre-tokenizer."""
     agreement: float
-    """Share of the held-out texts that get the same tokens with `pre` as with the original tokenizer."""
-    adds_bos: bool
-    """Whether the tokenizer puts the beginning-of-text token before a text."""
+    """Share of the held-out texts that get the same tokens with `pre` and `bos` as with the original tokenizer."""
+    bos: int | None
+    """The token that the tokenizer puts before a text; None: none."""
 
 
-def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int, bos: int | None) -> GgufTokenizer | None:
+def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GgufTokenizer | None:
     """Convert `tokenizer` for a model with `vocab_size` ids; None if it is not a byte-level BPE.
 
     Ids without a token get a placeholder that cannot occur in a text.
@@ -64,6 +64,10 @@ def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int, bos: int | None) -> Gg
     if any(backend.token_to_id(character) is None for character in BYTE_OF):
         return None
     pre, agreement = fitting_split(backend)
+    plain, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    bos = whole[0] if whole[1 : 1 + len(plain)] == plain else None  # of the template, whatever `config.json` names
+    if whole != ([] if bos is None else [bos]) + plain:
+        agreement = 0.0  # other tokens around a text, which the file does not state
     added = backend.get_added_tokens_decoder()
     tokens, types = [], []
     for token_id in range(vocab_size):
@@ -76,11 +80,14 @@ def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int, bos: int | None) -> Gg
         else:
             types.append(NORMAL)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return GgufTokenizer(tokens, types, merges, pre, agreement, tokenizer.encode("a")[:1] == [bos])
+    return GgufTokenizer(tokens, types, merges, pre, agreement, bos)
 
 
 def fitting_split(backend: tokenizers.Tokenizer) -> tuple[str, float]:
-    """The name in `SPLITS` with which most held-out texts get the same tokens as with `backend`, and their share."""
+    """The name in `SPLITS` with which most held-out texts get the same tokens as with `backend`, and their share.
+
+    Tokens that a template puts around a text do not count.
+    """
     from minillm.models.held_out import held_out_prompts
 
     texts = [prompt.prompt for prompt in held_out_prompts()]

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from minillm.errors import UnsupportedError
-from minillm.models.calibration import calibrate
-from minillm.models.held_out import calibration_prompts
+from minillm.models.calibration import calibrate, calibration_rows
 from minillm.models.hub import resolve
 from minillm.models.loading import load_model, stored_scheme
 from minillm.models.quantize import linear_bytes, num_weights, quantize_model
@@ -54,8 +53,7 @@ def quantize_checkpoint(name: str, scheme: Scheme, out: Path, progress: bool = F
     model = load_model(source, torch.float32)
     calibration = None
     if scheme.needs:
-        tokenizer = Tokenizer.from_folder(source)
-        rows = [tokenizer.encode(prompt.prompt) for prompt in calibration_prompts()]
+        rows = calibration_rows(Tokenizer.from_folder(source))
         calibration = calibrate(model, rows, scheme.needs, progress=progress)
     quantize_model(model, scheme, calibration, progress)
     save_quantized(model, source, out)

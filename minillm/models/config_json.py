@@ -46,7 +46,8 @@ def model_config(stored: Mapping[str, Any]) -> ModelConfig:
     bias = bool(raw.attention_bias)
     rope = _rope(raw)
     rope_layers = _rope_layers(raw, num_layers) if family.skips_rope else ()
-    window = raw.sliding_window if raw.use_sliding_window else None
+    is_listed = family.skips_rope and raw.layer_types  # SmolLM3's masks follow the list, whatever the switch says
+    window = raw.sliding_window if raw.use_sliding_window or is_listed else None
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,

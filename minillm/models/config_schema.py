@@ -113,6 +113,7 @@ class GenerationConfig(Struct):
 
 
 SWITCHES: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "use_bidirectional_attention": (False,),
@@ -143,7 +144,7 @@ SWITCHES: Mapping[str, tuple[Any, ...]] = {
     "kv_lora_rank": (),
     "v_head_dim": (),
 }
-"""Features of other decoders, by field, and the values that switch them off. Null switches any of them off."""
+"""Features of other decoders, by field, and the values that switch them off. Null switches all but `is_causal` off."""
 
 
 def refuse_switches(stored: Mapping[str, Any], known: Collection[str] = ()) -> None:
@@ -152,8 +153,11 @@ def refuse_switches(stored: Mapping[str, Any], known: Collection[str] = ()) -> N
     `known`: fields that the family's own decoder implements.
     """
     for name, off_values in SWITCHES.items():
-        value = stored.get(name)
-        if value is not None and value not in off_values and name not in known:
+        if name not in stored or name in known:
+            continue
+        value = stored[name]
+        is_null = value is None and name != "is_causal"  # transformers takes that null for false
+        if not is_null and value not in off_values:
             allowed = f"{' or '.join(map(repr, off_values))} or left out" if off_values else "left out"
             raise CheckpointError(
                 f"{name} is {short_repr(value)}, which minillm's decoder does not support; it must be {allowed}"

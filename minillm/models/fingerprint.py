@@ -16,7 +16,8 @@ SAMPLES = 1024
 
 
 def fingerprint_of_folder(folder: Path) -> str:
-    """The fingerprint of a checkpoint. Quantised checkpoints have that of the original. Raises `CheckpointError` if
+    """A hash of the norms of a checkpoint. Quantised checkpoints have that of the original, and so have fine-tunes that
+    leave the norms as they are, such as merged LoRA: `digest_of_weights` tells these apart. Raises `CheckpointError` if
     the folder has no readable safetensors."""
     shards = Shards(folder)
     return _fingerprint((name, shards.tensor(name)) for name in sorted(filter(_is_norm, shards.names)))

@@ -33,7 +33,7 @@ from minillm.models.quantized_checkpoint import (
 )
 from minillm.models.shards import SINGLE, Shards
 from minillm.models.staging import Staging
-from minillm.models.tensor_names import EMBEDDING, UNEMBEDDING, Part, stored_parts
+from minillm.models.tensor_names import EMBEDDING, UNEMBEDDING, Part, decoder_shards, stored_parts
 from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.schemes import make_scheme
 
@@ -113,7 +113,7 @@ def load_model(
     """
     folder = resolve(str(name_or_folder))
     config = load_config(folder)
-    shards = Shards(folder)
+    shards = decoder_shards(folder, config)
     staging = Staging(shards, device)
     config = _untie_if_stored_apart(config, shards)
     stored = stored_scheme(folder)
@@ -144,8 +144,9 @@ def open_full_precision(folder: Path, device: torch.device | str) -> tuple[Model
             f"{folder} is quantised with {stored.method!r}, and only full-precision checkpoints load in parts; use the "
             "original checkpoint"
         )
-    shards = Shards(folder)
-    config = _untie_if_stored_apart(load_config(folder), shards)
+    config = load_config(folder)
+    shards = decoder_shards(folder, config)
+    config = _untie_if_stored_apart(config, shards)
     spare = {UNEMBEDDING} if config.tie_word_embeddings else set()
     _check(folder, stored_parts(config), {}, shards, spare)
     _check_rope_memory(folder, config)

@@ -27,7 +27,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.quantize import decoder_linears
 from minillm.models.shards import SINGLE, Shards
 from minillm.models.staging import Staging
-from minillm.models.tensor_names import Part
+from minillm.models.tensor_names import Part, decoder_shards
 from minillm.quantization.base import QuantizedLinear, Scheme, TensorSpec
 from minillm.quantization.schemes import make_scheme
 
@@ -134,7 +134,7 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
     check_new_folder(folder)
     folder = folder.absolute()  # `.` has no name
     tensors, scheme = _quantized_tensors(model)
-    shards = Shards(source)
+    shards = decoder_shards(source, model.config)
     for name in sorted(shards.names):
         if not name.endswith("_proj.weight"):
             tensors[name] = shards.tensor(name)
@@ -152,7 +152,7 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
         (fresh / SINGLE).chmod(0o644)
         (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for pattern in BESIDE_WEIGHTS + MORE_BESIDE_WEIGHTS:
-            for file in source.glob(pattern):
+            for file in filter(Path.is_file, source.glob(pattern)):
                 shutil.copyfile(file, fresh / file.name)
         if fills:
             _fill(folder, fresh)

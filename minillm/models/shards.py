@@ -75,6 +75,10 @@ class Shards:
                 )
             self._stored.update(found)
 
+    def rename(self, name: str, new: str) -> None:
+        """Give a tensor another name."""
+        self._stored[new] = self._stored.pop(name)
+
     @property
     def names(self) -> set[str]:
         """The stored names of all tensors."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from minillm.models.config import ModelConfig
+from minillm.models.shards import Shards
 
-EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
+PREFIX = "model."
+EMBEDDING, UNEMBEDDING = f"{PREFIX}embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,21 @@ class Part:
     def of(self, model: nn.Module) -> Tensor:
         """Return these rows of `model`, as a view."""
         return model.get_parameter(self.parameter).narrow(0, self.first_row, self.shape[0])
+
+
+def decoder_shards(folder: Path, config: ModelConfig) -> Shards:
+    """Open the tensors of a decoder's checkpoint, with the names of `stored_parts`.
+
+    Like transformers, accept names without the prefix `model.`, and a tied embedding that is stored only as `lm_head`.
+    Raises `CheckpointError` if the folder has no readable safetensors.
+    """
+    shards = Shards(folder)
+    if "norm.weight" in shards.names and not any(name.startswith(PREFIX) for name in shards.names):
+        for name in shards.names - {UNEMBEDDING}:
+            shards.rename(name, PREFIX + name)
+    if config.tie_word_embeddings and UNEMBEDDING in shards.names and EMBEDDING not in shards.names:
+        shards.rename(UNEMBEDDING, EMBEDDING)
+    return shards
 
 
 def stored_parts(config: ModelConfig) -> dict[str, Part]:

@@ -1,8 +1,8 @@
 """The folder of a drafter that was trained for one target: `config.json`, `model.safetensors` and a card.
 
 The weights only mean something to the target that they were trained for. A target of another size or vocabulary is
-refused. For one of the same shape with other weights, drafts would be accepted less often, so there is a warning: the
-output is the target's in any case.
+refused. For one of the same shape with other weights, drafts would be accepted less often, so there is a warning if its
+norms differ (a merged LoRA leaves them as they are): the output is the target's in any case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DrafterConfig(msgspec.Struct):
 
     method: Annotated[str, Meta(description="the name of a speculative method")]
     target: Annotated[str, Meta(description="the name of the target")]
-    target_fingerprint: Annotated[str, Meta(description="the fingerprint of the target's weights")]
+    target_fingerprint: Annotated[str, Meta(description="the fingerprint of the target's norms")]
     vocab_size: Annotated[Annotated[int, Meta(ge=1, le=2**24)], Meta(description="a whole number up to 16,777,216")]
     shape: Annotated[dict[str, Any], Meta(description="an object with the sizes of the network")]
 
@@ -103,7 +103,7 @@ def load_drafter(
     """Load the network in `folder` in float32, for inference.
 
     Raises `CheckpointError` if it cannot be read or is for another method, `ConfigError` or `TokenizerMismatchError` if
-    it does not fit the target. Warns if the target has other weights than the one it was trained for.
+    it does not fit the target. Warns if the target has other norms than the one it was trained for.
     """
     try:
         config = validated(read_json(folder / "config.json"), DrafterConfig)
@@ -116,8 +116,8 @@ def load_drafter(
         raise type(problem)(f"{folder}: {problem}") from None
     if (found := fingerprint_of_folder(resolve(target_name))) != config.target_fingerprint:
         warnings.warn(
-            f"{folder} was trained for {config.target} with weights {config.target_fingerprint}, but the target "
-            f"{target_name} has weights {found}: the output stays exact, but few drafts may be accepted; train again "
+            f"{folder} was trained for {config.target} with norms {config.target_fingerprint}, but the target "
+            f"{target_name} has norms {found}: the output stays exact, but few drafts may be accepted; train again "
             f"with `minillm train --stages {method} --target {target_name}`",
             stacklevel=2,
         )

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
+from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.training.data import Passes, Windows
 from minillm.training.drafter_evaluation import CODE_LENGTH, CODE_ROWS, Acceptance, Guesses, acceptance
 from minillm.training.drafter_stages import DrafterTarget, drafter_target
@@ -101,7 +102,7 @@ def run_ablations(pair: Pair, method: str, tokens: float = TOKENS, rows: int = C
     for name, variant in VARIANTS[method].items():
         found += _measured(pair, method, target, name, variant, tokens, rows)
     file = pair.folder / f"ablations-{method}{target.suffix}.json"
-    made_of = {"method": method, "target": target.name, "fingerprint": target.fingerprint}
+    made_of = {"method": method, "target": target.name, "fingerprint": fingerprint_of_folder(target.checkpoint)}
     rows_of = {"sure_drafts": TRAINED[method].sure_drafts, "rows": [asdict(row) for row in found]}
     write_json(file, {**made_of, "hardware": asdict(Hardware.here(pair.device)), **rows_of})
     return found
@@ -111,7 +112,7 @@ def _measured(
     pair: Pair, method: str, target: DrafterTarget, name: str, variant: Variant, tokens: float, rows: int
 ) -> list[Row]:
     folder = _folder(pair, method, target, name)
-    check_inputs(folder, {"target": target.fingerprint})
+    check_inputs(folder, {"target": target.weights})
     recipe = replace(TRAINED[method].recipe(math.inf), tokens=tokens)
     module = variant.new_module(target.model).to(pair.device)
     loss, pause_file = variant.loss(target.model), pair.folder / "pause"

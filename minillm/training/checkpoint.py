@@ -27,8 +27,7 @@ LARGEST_CODE = 127
 def pack_run(runs: Path, folder: Path) -> None:
     """Write the stable run of `runs` and its tokenizer into `folder`.
 
-    Raises `TrainingError` if there is none, or it lacks a file, like a run of an earlier version; then nothing is
-    written.
+    Raises `TrainingError` if there is none, or it lacks a file; then nothing is written.
     """
     state_file = runs / "target" / STATE
     if not state_file.exists():
@@ -37,8 +36,7 @@ def pack_run(runs: Path, folder: Path) -> None:
     for file in (tokenizer, *logs):
         if not file.exists():
             raise TrainingError(
-                f"{file} is missing, as in a run of an earlier version; run the stages `corpus` and `target` with more "
-                "--target-minutes, then pack"
+                f"{file} is missing; run the stages `corpus` and `target` with more --target-minutes, then pack"
             )
     state = read_state(state_file, "cpu", mmap=True)
     tensors: dict[str, Tensor] = {}
@@ -96,4 +94,4 @@ def _packed_state(file: Path) -> dict[str, Any]:
     except (SafetensorError, OSError, KeyError, ValueError) as problem:
         reason = " ".join(str(problem).split())[:200]
         raise TrainingError(f"{file} is cut off or no checkpoint of `minillm train --pack` ({reason})") from None
-    return {"model": model, "optimizers": None, **counters}
+    return {"model": model, "optimizers": None, "steps_before": 0, **counters}

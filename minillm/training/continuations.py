@@ -21,7 +21,7 @@ from tqdm import tqdm
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.llm import LLM
 from minillm.models.decoder import Decoder
-from minillm.models.fingerprint import fingerprint_of_folder
+from minillm.models.fingerprint import digest_of_weights
 from minillm.sampling import SamplingParams
 from minillm.training.data import Batches
 from minillm.training.export import export
@@ -109,7 +109,7 @@ def write_continuations(
     corpus, so `Windows(folder, "continuations")` can read it. Finished parts are kept; a later call continues there.
     Raises `TrainingError` if `folder` has the texts of another model.
     """
-    check_inputs(folder, {"target": fingerprint_of_folder(checkpoint)})
+    check_inputs(folder, {"target": digest_of_weights(checkpoint)})
     if (folder / "continuations.npy").exists():
         return
     writer = new_writer(checkpoint, length, device)

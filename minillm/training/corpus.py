@@ -65,7 +65,8 @@ class Document:
 def sources() -> list[Source]:
     """The standard library and every installed distribution with a permissive licence, by name."""
     found = [_standard_library()]
-    for dist in sorted(metadata.distributions(), key=lambda d: d.name.lower()):
+    named = (dist for dist in metadata.distributions() if dist.name)  # what pip could not remove has no metadata
+    for dist in sorted(named, key=lambda d: d.name.lower()):
         licence = _licence(dist)
         if dist.name.lower().startswith("minillm") or not is_permissive(licence):
             continue

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
-from minillm.models.fingerprint import fingerprint_of_folder
+from minillm.models.fingerprint import digest_of_weights, fingerprint_of_folder
 from minillm.models.hub import resolve
 from minillm.models.loading import load_model
 from minillm.speculative.trained_drafter import drafter_config, save_drafter
@@ -24,11 +24,11 @@ from minillm.training.data import Batches, Passes, Windows, retokenise
 from minillm.training.distill import HalfAndHalf
 from minillm.training.drafter_card import drafter_card
 from minillm.training.drafter_evaluation import evaluate_drafter
-from minillm.training.pair import TARGET_NAME, TARGET_STAGES, Pair
+from minillm.training.pair import TARGET_NAME, Pair
 from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Trainer
 from minillm.training.record import RunRecord
-from minillm.training.stage_inputs import check_inputs, read_inputs
+from minillm.training.stage_inputs import check_inputs
 from minillm.training.stage_runs import as_shipped, finished_target, run_to_the_end
 from minillm.training.state_files import read_json, replacing_files, write_json
 from minillm.training.trained_drafters import TRAINED
@@ -42,7 +42,8 @@ class DrafterTarget:
     model: Decoder
     checkpoint: Path
     """The folder that `model` was read from."""
-    fingerprint: str
+    weights: str
+    """See `digest_of_weights`."""
     corpus: Path
     """A corpus in the tokens of this model."""
     continuations: Path
@@ -59,13 +60,11 @@ def drafter_target(pair: Pair) -> DrafterTarget:
     if pair.drafters_for is None:
         checkpoint = finished_target(pair)
         continuations = pair.folder / "distill" / "continuations"
-        _check_unrecorded_continuations(pair, continuations)
         return _drafter_target(pair, TARGET_NAME, checkpoint, pair.corpus, continuations, "")
     folder = target_folder(pair.drafters_for)
-    name, fingerprint = folder.name, fingerprint_of_folder(folder)
+    name, weights = folder.name, digest_of_weights(folder)
     text, tokenizer = pair.folder / f"text-{name}", folder / "tokenizer.json"
-    _check_unrecorded_tokenizer(text, tokenizer)
-    check_inputs(text, {"target": fingerprint, "tokenizer": sha256(tokenizer.read_bytes()).hexdigest()})
+    check_inputs(text, {"target": weights, "tokenizer": sha256(tokenizer.read_bytes()).hexdigest()})
     retokenise(pair.corpus, tokenizer, text)
     return _drafter_target(pair, name, folder, text, text / "continuations", f"-{name}")
 
@@ -85,25 +84,7 @@ def _drafter_target(
     pair: Pair, name: str, checkpoint: Path, corpus: Path, continuations: Path, suffix: str
 ) -> DrafterTarget:
     model = load_model(checkpoint, torch.float32, pair.device)
-    return DrafterTarget(name, model, checkpoint, fingerprint_of_folder(checkpoint), corpus, continuations, suffix)
-
-
-def _check_unrecorded_continuations(pair: Pair, folder: Path) -> None:
-    """Refuse the texts that another target wrote, for a run of an earlier version: it recorded only how many tokens the
-    target of the stage `distill` had seen, and nothing without that stage."""
-    if not folder.exists() or read_inputs(folder):
-        return
-    seen = read_inputs(pair.folder / "distill").get(TARGET_STAGES[-1])
-    now = RunRecord.load(pair.folder / TARGET_STAGES[-1]).tokens
-    if seen not in (None, now):
-        raise TrainingError(f"{folder} has texts of a target of {seen} tokens, now it has {now}; remove it to go on")
-
-
-def _check_unrecorded_tokenizer(text: Path, tokenizer: Path) -> None:
-    """Refuse the tokens of another tokenizer, for a run of an earlier version, which recorded nothing of them."""
-    kept = text / "tokenizer.json"
-    if kept.exists() and not read_inputs(text) and kept.read_bytes() != tokenizer.read_bytes():
-        raise TrainingError(f"{text} has the tokens of another tokenizer than {tokenizer}; remove it to go on")
+    return DrafterTarget(name, model, checkpoint, digest_of_weights(checkpoint), corpus, continuations, suffix)
 
 
 def train_drafters(pair: Pair, methods: Iterable[str]) -> None:
@@ -139,7 +120,7 @@ def train_drafters(pair: Pair, methods: Iterable[str]) -> None:
 def train_drafter(pair: Pair, method: str, target: DrafterTarget, batches: Batches) -> None:
     """Train one drafter, evaluate it as it is exported, and write its folder."""
     drafter, folder = TRAINED[method], pair.folder / f"{method}{target.suffix}"
-    check_inputs(folder, {"target": target.fingerprint})
+    check_inputs(folder, {"target": target.weights})
     module = drafter.new_module(target.model).to(pair.device)
     trainer = Trainer(module, batches, pair.recipe(method), folder, drafter.loss(target.model))
     run_to_the_end(folder.name, trainer)
@@ -160,7 +141,8 @@ def export_drafter(pair: Pair, method: str, target: DrafterTarget, trainer: Trai
         "acceptance": _acceptance(pair, method, target, trainer.folder, record.tokens, module),
     }
     to, name = pair.export_to / f"{target.name}-{method}", f"{target.name}-{method}"
-    config = drafter_config(method, target.name, target.fingerprint, target.model.config.vocab_size, module.shape)
+    fingerprint, vocab_size = fingerprint_of_folder(target.checkpoint), target.model.config.vocab_size
+    config = drafter_config(method, target.name, fingerprint, vocab_size, module.shape)
     curve = Curve("Training", drafter.loss_formula, record.log)
     with replacing_files(to) as fresh:
         save_drafter(fresh, config, module)
@@ -183,12 +165,12 @@ def _acceptance(
     pair: Pair, method: str, target: DrafterTarget, folder: Path, tokens: int, module: nn.Module
 ) -> dict[str, Any]:
     """`evaluate_drafter` of a module that has seen so many tokens. The result is cached in `acceptance.json`."""
-    file = folder / "acceptance.json"
-    if file.exists() and (kept := read_json(file))["tokens"] == tokens:
+    file, inputs = folder / "acceptance.json", {"target": target.weights, "tokens": tokens}
+    if file.exists() and (kept := read_json(file)).get("inputs") == inputs:
         return kept["acceptance"]
     held_out = Windows(target.corpus, "held_out")
     found = evaluate_drafter(
         TRAINED[method].guesses, module, target.model, target.checkpoint, held_out, pair.evaluation_rows
     )
-    write_json(file, {"tokens": tokens, "acceptance": found})
+    write_json(file, {"inputs": inputs, "acceptance": found})
     return found

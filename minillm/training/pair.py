@@ -121,7 +121,8 @@ class Pair:
         check_inputs(self.folder / last, self.as_input(first))
         with torch.no_grad():
             for weight, earlier in zip(model.parameters(), before.parameters(), strict=True):
-                weight.copy_(torch.lerp(earlier, weight, EXTRAPOLATION))
+                # on the CPU: the same to the bit wherever the run goes on, since stages record a hash of these weights
+                weight.copy_(torch.lerp(earlier.cpu(), weight.cpu(), EXTRAPOLATION))
         return model
 
     def trained(self, stage: str) -> Decoder:

@@ -34,7 +34,7 @@ from minillm.training.held_signals import held_signals
 from minillm.training.optimizers import optimizers
 from minillm.training.precision import forward_precision
 from minillm.training.record import LOG, drop_cut_line
-from minillm.training.state_files import STATE, read_state, write_state
+from minillm.training.state_files import STATE, read_state, write_errors, write_state
 
 SAVE_S = 30.0
 """Seconds of training between saved states."""
@@ -119,14 +119,13 @@ class Trainer:
         self.seconds = 0.0
         self._is_whole = True
         """Whether the state in memory may replace the saved one."""
-        self._last_loss = math.nan
+        self._last_loss, self._last_logged = math.nan, 0
         folder.mkdir(parents=True, exist_ok=True)
         if self.state_file.exists():
             self._load(self.state_file)
         elif branch_of is not None:
             self._load(branch_of)
             self.tokens_before, self.steps_before, self.seconds = self.tokens_seen, self.step, 0.0
-        self._last_logged = self.step
         if self._captured is not None:
             _keep_rates_on(self.optimizers, self.device)
 
@@ -215,6 +214,11 @@ class Trainer:
         }
         write_state(self.state_file, state)
 
+    def load_newer(self) -> None:
+        """Load the saved state again if it is of another step than this trainer."""
+        if self.state_file.exists() and read_state(self.state_file, "cpu", mmap=True)["step"] != self.step:
+            self._load(self.state_file)
+
     def _load(self, file: Path) -> None:
         state = read_state(file, self.device)
         try:
@@ -231,8 +235,9 @@ class Trainer:
                 f"remove {file.parent} to start again"
             ) from None
         self.step, self.tokens_seen, self.seconds = state["step"], state["tokens_seen"], state["seconds"]
+        self._last_logged = self.step
         self.tokens_before = state["tokens_before"]
-        self.steps_before = state.get("steps_before", 0)  # a state of an earlier version has none
+        self.steps_before = state["steps_before"]
 
     def train_step(self) -> float:
         """Train on the next batch. Returns its mean loss."""
@@ -302,7 +307,8 @@ class Trainer:
     def _log(self) -> None:
         loss = round(self._last_loss, 4)
         row = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds, 2), "loss": loss}
-        with (self.folder / LOG).open("a") as log:
+        file = self.folder / LOG
+        with write_errors(file), file.open("a") as log:
             log.write(json.dumps(row) + "\n")
         self._last_logged = self.step
 

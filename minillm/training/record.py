@@ -85,10 +85,12 @@ class RecipeFrom:
 
     @classmethod
     def load(cls, folder: Path) -> tuple[RecipeFrom, ...]:
-        """Read what `append_to` wrote; nothing for a run of an earlier version."""
+        """Read what `append_to` wrote. Raises `TrainingError` if it wrote nothing, or there is something else."""
         file = folder / RECIPES
+        if not file.exists():
+            raise TrainingError(f"{file} is missing; restore it, or remove {folder} to start again")
         try:
-            return tuple(cls(**values) for values in read_json(file)) if file.exists() else ()
+            return tuple(cls(**values) for values in read_json(file))
         except TypeError as problem:
             raise TrainingError(f"{file} does not list recipes ({problem}); restore it") from None
 

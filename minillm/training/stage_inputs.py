@@ -26,11 +26,8 @@ def read_inputs(folder: Path) -> dict[str, Any]:
 
 
 def check_inputs(folder: Path, inputs: Mapping[str, int | str], fix: str = "remove it to start again") -> None:
-    """Record what a stage started from. Raises `TrainingError`, which ends with `fix`, if it was started from something
-    else.
-
-    What an earlier version did not record is not compared: it is recorded as it is now.
-    """
+    """Record what a stage started from, unless that is recorded. Raises `TrainingError`, which ends with `fix`, if the
+    stage was started from something else."""
     recorded = read_inputs(folder)
     started = {key: recorded[key] for key in inputs if recorded.get(key, inputs[key]) != inputs[key]}
     if started:
@@ -41,19 +38,18 @@ def check_inputs(folder: Path, inputs: Mapping[str, int | str], fix: str = "remo
         write_json(folder / FILE, {**inputs, **recorded}, indent=None)
 
 
-def check_budget(folder: Path, recipe: Recipe, is_new: bool) -> None:
-    """Record the budget of a run that is new. Raises `TrainingError` if the run was started with another one.
+def check_budget(folder: Path, recipe: Recipe) -> None:
+    """Record the budget of a run. Raises `TrainingError` if the run was started with another one.
 
     The learning rate follows the share of the budget that is used, so with another budget it would jump. A recipe
-    without decay may get another budget, and a run of an earlier version, which recorded none, any.
+    without decay may get another budget.
     """
     if recipe.decay_from >= 1:
         return
     recorded, budget = read_inputs(folder), _budget(recipe)
     if BUDGET not in recorded:
-        if is_new:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / FILE, {**recorded, BUDGET: budget}, indent=None)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / FILE, {**recorded, BUDGET: budget}, indent=None)
     elif recorded[BUDGET] != budget:
         raise TrainingError(
             f"{folder} was started with a budget of {_words(recorded[BUDGET])}, now it is {_words(budget)}, and the "

@@ -19,14 +19,16 @@ from minillm.training.state_files import only_writer
 def run_to_the_end(stage: str, trainer: Trainer) -> None:
     """Train by the trainer's recipe, unless that is finished. Raises `TrainingError` if the run was started with
     another budget, or another process trains in its folder."""
-    if trainer.progress >= 1:
-        tqdm.write(f"{stage}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
-        return
-    with only_writer(trainer.folder):
-        check_budget(trainer.folder, trainer.recipe, is_new=not trainer.state_file.exists())
-        Hardware.here(trainer.device).append_to(trainer.folder)
-        RecipeFrom(trainer.tokens_seen, trainer.recipe.without_budget()).append_to(trainer.folder)
-        trainer.run()
+    if trainer.progress < 1:
+        with only_writer(trainer.folder):
+            trainer.load_newer()  # another process may have trained on until this one took the lock
+            if trainer.progress < 1:
+                check_budget(trainer.folder, trainer.recipe)
+                Hardware.here(trainer.device).append_to(trainer.folder)
+                RecipeFrom(trainer.tokens_seen, trainer.recipe.without_budget()).append_to(trainer.folder)
+                trainer.run()
+                return
+    tqdm.write(f"{stage}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
 
 
 def finished_target(pair: Pair) -> Path:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
-from minillm.models.fingerprint import fingerprint_of_folder
+from minillm.models.fingerprint import digest_of_weights
 from minillm.training.card import card, training_facts
 from minillm.training.compiling import Compiled
 from minillm.training.continuations import write_continuations
@@ -190,7 +190,7 @@ def _run(
 def _evaluate(pair: Pair, target: Decoder, draft: Decoder, checkpoint: Path) -> dict[str, Evaluation]:
     """Evaluate the target with the draft before and after distillation. The result is cached in `evaluation.json`."""
     file = pair.folder / "evaluation.json"
-    inputs = {"target": fingerprint_of_folder(checkpoint), **pair.as_input("draft"), **pair.as_input("distill")}
+    inputs = {"target": digest_of_weights(checkpoint), **pair.as_input("draft"), **pair.as_input("distill")}
     if file.exists():
         kept = read_json(file)
         if kept["inputs"] == inputs:

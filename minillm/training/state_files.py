@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from minillm.errors import TrainingError
 
@@ -22,11 +23,12 @@ from minillm.errors import TrainingError
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """A path to write to, another one for each writer. At the end of the block it takes the place of `file`; until
-    then, and if the block fails, the old file stays."""
+    then, and if the block fails, the old file stays. Raises `TrainingError` if it cannot be written."""
     fresh = file.with_name(f"{file.name}.{uuid4().hex}.new")
     try:
-        yield fresh
-        fresh.replace(file)
+        with write_errors(file):
+            yield fresh
+            fresh.replace(file)
     finally:
         fresh.unlink(missing_ok=True)
 
@@ -37,16 +39,28 @@ def replacing_files(folder: Path) -> Iterator[Path]:
     if the block fails, all old files stay. Processes that have an old file memory-mapped keep it.
 
     The old `config.json` is removed first, and the new one comes last: a drafter's says which target its weights are
-    for, and a folder without one is not loaded.
+    for, and a folder without one is not loaded. Raises `TrainingError` if a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+    with write_errors(folder), tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         fresh = Path(temporary)
         yield fresh
         (folder / "config.json").unlink(missing_ok=True)
         for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
             file.chmod(0o644)
             file.replace(folder / file.name)
+
+
+@contextmanager
+def write_errors(place: Path) -> Iterator[None]:
+    """Raise `TrainingError` for what Python, `torch.save` and safetensors raise if `place` cannot be written."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as problem:
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+        raise TrainingError(
+            f"{place} cannot be written ({reason}); make free space there, or name another folder"
+        ) from problem
 
 
 @contextmanager
@@ -150,5 +164,5 @@ LOCK = "lock"
 """The file in the folder of a run whose lock `only_writer` holds; it contains the id of the last process that did."""
 STATE = "state.pt"
 """The file of a state in the folder of its run."""
-STATE_KEYS = frozenset({"model", "optimizers", "step", "tokens_seen", "tokens_before", "seconds"})
+STATE_KEYS = frozenset({"model", "optimizers", "step", "tokens_seen", "tokens_before", "steps_before", "seconds"})
 """What a state of `Trainer` consists of."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
+import tokenizers
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from minillm import LLM, SamplingParams, cli
 from minillm.bench.llama_cpp import SETTINGS, LlamaCpp
@@ -17,6 +21,7 @@ from minillm.commands import export as command
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export import gguf as exporter
 from minillm.export.gguf import TYPES, architecture_of, export_gguf, interleave
+from minillm.export.gguf_tokenizer import gguf_tokenizer
 from minillm.models.held_out import held_out_prompts
 from minillm.models.hub import resolve
 from minillm.models.loading import load_config, load_model, save_llama, stored_tensors
@@ -24,7 +29,6 @@ from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 from tests.models.hf_checkpoints import CASES, make
 
-gguf = pytest.importorskip("gguf", reason="the extra `peers` is not installed")
 llama_cpp_only = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="llama-cpp-python is missing")
 
 REFUSED = {
@@ -36,6 +40,7 @@ REFUSED = {
     "qwen3, biases and window": "a sliding window of 6 tokens",
     "smollm3": "layers without RoPE",
     "smollm3, listed layers and window": "a sliding window of 5 tokens",
+    "smollm3, window in listed layers although it is switched off": "a sliding window of 5 tokens",
 }
 ARCHITECTURES = {"qwen2": "qwen2", "qwen2, window switched off": "qwen2", "qwen3": "qwen3"}
 
@@ -128,6 +133,40 @@ def test_tokens_and_merges_are_the_tokenizers(tiny: TinyPair, tiny_file: Path) -
     merges = fields["tokenizer.ggml.merges"].contents()
     assert len(merges) == 300 - 256 - len(tokenizer.special_ids)
     assert all(merge.replace(" ", "") in tokens for merge in merges)
+
+
+def with_template(source: Path, folder: Path, template: str, config_bos: int | None) -> Path:
+    """Copy a checkpoint; its tokenizer puts special tokens around a text, and `config.json` names `config_bos`."""
+    shutil.copytree(source, folder)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [(token.content, token_id) for token_id, token in backend.get_added_tokens_decoder().items()]
+    pieces = template.format(*(text for text, _ in special)).split()
+    backend.post_processor = TemplateProcessing(single=pieces, special_tokens=special)
+    backend.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": config_bos}))
+    return folder
+
+
+@pytest.mark.parametrize("config_bos", [None, 0, 1])
+def test_the_file_names_the_token_that_the_tokenizer_puts_before_a_text(
+    tiny: TinyPair, tmp_path: Path, config_bos: int | None
+) -> None:
+    folder = with_template(tiny.target, tmp_path / "model", "{1} $A", config_bos)
+    expected = Tokenizer.from_folder(folder).encode("a")[0]
+    export = export_gguf(str(folder), tmp_path / "out.gguf", "f32")
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is True
+    assert fields["tokenizer.ggml.bos_token_id"].contents() == expected
+    assert export.tokenizer.agreement == gguf_tokenizer(Tokenizer.from_folder(tiny.target), 300).agreement > 0
+
+
+@pytest.mark.parametrize("template", ["$A {1}", "{1} $A {0}", "{0} {1} $A"])
+def test_tokens_around_a_text_that_the_file_cannot_state_are_no_agreement(
+    tiny: TinyPair, tmp_path: Path, template: str
+) -> None:
+    folder = with_template(tiny.target, tmp_path / "model", template, None)
+    assert gguf_tokenizer(Tokenizer.from_folder(folder), 300).agreement == 0
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])

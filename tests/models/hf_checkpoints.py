@@ -96,6 +96,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5},
     ),
+    "smollm3, window in listed layers although it is switched off": (
+        "SmolLM3",
+        {
+            "use_sliding_window": False,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
 }
 
 

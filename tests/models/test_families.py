@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from minillm.errors import CheckpointError, UnsupportedError
 from minillm.models.causal import CausalAttention
 from minillm.models.config_json import llama_config, model_config
 from minillm.models.loading import load_config, load_model, save_llama
-from tests.models.hf_checkpoints import CASES, HfCheckpoint, make, respelled
+from minillm.models.rope import inverse_frequencies
+from tests.models.hf_checkpoints import CASES, LLAMA3, SHAPE, HfCheckpoint, make, respelled
 from tests.models.naive_attention import NaiveAttention
 
 TOLERANCE = 1e-5
@@ -125,6 +127,46 @@ def test_windows_as_checkpoints_of_before_spell_them(
     assert [config.window(layer) for layer in range(2)] == windows
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True, "num_hidden_layers": 30}])
+def test_missing_fields_have_the_values_that_transformers_assumes(model_type: str, changes: dict[str, object]) -> None:
+    """`to_dict` states every field."""
+    from transformers import AutoConfig
+
+    heads = {"hidden_size": 64, "num_attention_heads": 32}  # a multiple of every default of the KV heads
+    shape = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"} | heads | changes
+    theirs = AutoConfig.for_model(model_type, **shape).to_dict()
+    assert model_config({**shape, "model_type": model_type}) == model_config({**theirs, "architectures": None})
+
+
+@pytest.mark.skipif(int(version("transformers").split(".")[0]) < 5, reason="reads `rope_parameters` since version 5")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16},
+        {"rope_scaling": {**LLAMA3, "type": "llama3"}, "original_max_position_embeddings": 16},
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+        },
+        {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
+    ],
+)
+def test_of_two_places_for_a_number_of_rope_the_one_that_transformers_reads_counts(changes: dict[str, object]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = model_config({**SHAPE, "model_type": "llama", **changes}).rope
+    expected = ROPE_INIT_FUNCTIONS[rope.kind](LlamaConfig(**{**SHAPE, **json.loads(json.dumps(changes))}), "cpu")
+    torch.testing.assert_close(inverse_frequencies(rope, 8), expected)
+
+
+def test_whether_rope_was_finetuned_changes_nothing() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    expected = model_config({**MINIMAL, "rope_scaling": scaling})
+    assert model_config({**MINIMAL, "rope_scaling": {**scaling, "finetuned": True}}) == expected
+
+
 def test_model_type_stands_in_for_a_missing_architecture() -> None:
     config = model_config({**MINIMAL, "architectures": None, "model_type": "qwen3", "num_key_value_heads": 1})
     assert config.qk_norm
@@ -135,6 +177,8 @@ def test_yarn_added_afterwards_widens_the_context() -> None:
     """As Qwen's model cards advise: only `rope_scaling` is added, the stated context stays that of before."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     assert model_config({**MINIMAL, "rope_scaling": scaling}).max_position_embeddings == 128
+    longer = {**MINIMAL, "rope_scaling": scaling, "max_position_embeddings": 256}
+    assert model_config(longer).max_position_embeddings == 256, "what is stated is not shortened"
 
 
 def test_every_end_token_counts(tmp_path: Path) -> None:

@@ -153,13 +153,56 @@ def test_no_table_is_made_that_does_not_fit_the_memory(folder: Path, monkeypatch
     assert made is None
 
 
+OTHER_DECODERS = {
+    "is_causal": False,
+    "is_encoder_decoder": True,
+    "add_cross_attention": True,
+    "use_bidirectional_attention": True,
+    "position_embedding_type": "absolute",
+    "alibi": True,
+    "parallel_attn": True,
+    "use_parallel_residual": True,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "attention_multiplier": 0.015625,
+    "query_pre_attn_scalar": 256,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "logit_scale": 0.0625,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "attention_sinks": True,
+    "use_qk_norm": True,
+    "qk_layernorm": True,
+    "num_experts": 128,
+    "num_local_experts": 8,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 768,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "v_head_dim": 128,
+}
+"""Fields with which other decoders compute something else, and a value with which they do."""
+
+
+def test_features_of_other_decoders_are_refused(folder: Path) -> None:
+    stored = json.loads((folder / "config.json").read_text())
+    for name, value in OTHER_DECODERS.items():
+        (folder / "config.json").write_text(json.dumps({**stored, name: value}))
+        assert outcome(folder).startswith(f"refused: {folder}: {name} is ")
+
+
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_of_another_decoder_is_refused_unless_it_is_off(folder: Path, switch: str) -> None:
     stored = json.loads((folder / "config.json").read_text())
-    for value in (None, *SWITCHES[switch]):
+    null_is_on = [None] if switch == "is_causal" else []
+    for value in (*(() if null_is_on else (None,)), *SWITCHES[switch]):
         (folder / "config.json").write_text(json.dumps({**stored, switch: value}))
         assert outcome(folder) == "runs"
-    for value in (2, 0.5, "on", [1], {"a": 1}, "x" * 10_000):
+    for value in (*null_is_on, 2, 0.5, "on", [1], {"a": 1}, "x" * 10_000):
         (folder / "config.json").write_text(json.dumps({**stored, switch: value}))
         assert outcome(folder).startswith(f"refused: {folder}: {switch} is ")
 

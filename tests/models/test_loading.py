@@ -21,7 +21,7 @@ from minillm.models import empty_weights, staging
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.empty_weights import mapped_empty
-from minillm.models.loading import cast_model, load_config, load_model, save_llama, stored_tensors
+from minillm.models.loading import cast_model, load_config, load_model, open_full_precision, save_llama, stored_tensors
 from minillm.models.shards import Shards
 from tests.models.hf_checkpoints import make
 
@@ -212,6 +212,28 @@ def test_tied_embeddings_may_be_stored_twice(tmp_path: Path) -> None:
     save_llama(model, tmp_path, torch.float32)
     rewrite(tmp_path, lm_head__weight=model.embed_tokens.weight.detach().clone())
     assert same(load_model(tmp_path, torch.float32), model)
+
+
+def test_a_tied_embedding_may_be_stored_as_the_unembedding(tmp_path: Path) -> None:
+    """As `safetensors.torch.save_model` leaves it."""
+    model = random_decoder(tied=True)
+    save_llama(model, tmp_path, torch.float32)
+    rewrite(tmp_path, model__embed_tokens__weight=None, lm_head__weight=model.embed_tokens.weight.detach().clone())
+    assert same(load_model(tmp_path, torch.float32), model)
+    config, tensors = open_full_precision(tmp_path, "cpu")
+    assert config.tie_word_embeddings and tensors.shards.names == dict(stored_tensors(model)).keys()
+    save_llama(random_decoder(), tmp_path, torch.float32)
+    rewrite(tmp_path, model__embed_tokens__weight=None)
+    with pytest.raises(CheckpointError, match=r"lacks model\.embed_tokens\.weight"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_names_may_lack_the_prefix_of_the_model(folder: Path) -> None:
+    stored = load_file(folder / WEIGHTS)
+    save_file({name.removeprefix("model."): tensor for name, tensor in stored.items()}, folder / WEIGHTS)
+    assert same(load_model(folder, torch.float32), random_decoder())
+    _, tensors = open_full_precision(folder, "cpu")
+    assert tensors.shards.names == stored.keys()
 
 
 def test_two_different_embeddings_count_whatever_the_config_claims(tmp_path: Path) -> None:

@@ -164,6 +164,22 @@ def test_the_measured_facts_of_the_model_stay_with_it(
     assert (tmp_path / "out" / "training.json").read_text() == "{}"
 
 
+def test_names_without_the_prefix_and_a_folder_named_like_the_tokenizer_do_not_stop_it(tmp_path: Path) -> None:
+    """The quantised checkpoint has the names with the prefix."""
+    source, tied = tmp_path / "in", random_decoder(tie_word_embeddings=True)
+    save_llama(tied, source, torch.float32)
+    stored = {name.removeprefix("model."): tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    stored["lm_head.weight"] = stored.pop("embed_tokens.weight")
+    save_file(stored, source / "model.safetensors")
+    (source / "tokenizer_old").mkdir()
+    scheme = make_scheme("int8")
+    save_quantized(quantised(source, scheme), source, tmp_path / "out")
+    assert not (tmp_path / "out" / "tokenizer_old").exists()
+    ours, expected = load_model(tmp_path / "out", torch.float32), quantize_model(tied, scheme)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), expected.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), expected.buffers(), strict=True))
+
+
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +227,11 @@ def test_a_rounded_unembedding_is_counted_beside_the_table_it_was_tied_to() -> N
 def test_full_precision_is_counted_too(source: Path) -> None:
     model = load_model(source, torch.float32)
     assert linear_bytes(model) == {"weights": 4 * num_weights(model)}
-    assert sum(model_bytes(model).values()) == 4 * model.num_parameters
+    counted = model_bytes(model)
+    assert sum(counted.values()) == 4 * model.num_parameters
+    stored = load_file(source / "model.safetensors")
+    for part, ending in (("biases", ".bias"), ("norms", "norm.weight")):
+        assert counted[part] == 4 * sum(t.numel() for name, t in stored.items() if name.endswith(ending)) > 0
 
 
 def test_the_report_of_a_conversion_is_what_is_on_disk(source: Path, tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ QWEN_25 = {"factor": 4.0, "original_max_position_embeddings": 32768}
         (RopeConfig(10_000.0, "yarn", {**QWEN_25, "attention_factor": 1.0, "truncate": False, "beta_fast": 4.0}), 96),
         (RopeConfig(10_000.0, "yarn", {"factor": 0.5, "original_max_position_embeddings": 8}), 32),
         (RopeConfig(10.0, "yarn", QWEN_25), 32),
+        (
+            RopeConfig(10_000.0, "yarn", {"factor": 2.0, "original_max_position_embeddings": 6}),
+            32,
+        ),  # a ramp of no width
         (RopeConfig(10_000.0, "linear", {"factor": 4.0}), 128),
         (RopeConfig(10_000.0, "dynamic", {"factor": 4.0}), 128),
     ],

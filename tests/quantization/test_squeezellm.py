@@ -11,7 +11,14 @@ from minillm.quantization.base import LayerStatistics
 from minillm.quantization.groups import dequantize_groups, quantize_groups
 from minillm.quantization.kmeans import SortedRows, nearest, run_kmeans
 from minillm.quantization.schemes import make_scheme
-from minillm.quantization.squeezellm import MIN_IMPORTANCE, SqueezeLLM, fit_codebooks, importance
+from minillm.quantization.squeezellm import (
+    MIN_IMPORTANCE,
+    SqueezeLLM,
+    _quantile_centroids,
+    _uniform_centroids,
+    fit_codebooks,
+    importance,
+)
 
 
 def weight(rows: int = 24, columns: int = 250) -> Tensor:
@@ -81,6 +88,18 @@ def test_values_in_as_many_places_as_there_are_centroids_are_all_met() -> None:
     places = torch.tensor([-3.0, -1.0, 0.5, 4.0])
     x = places.repeat(2, 10)
     assert torch.allclose(fit_codebooks(x, torch.ones_like(x), 4), places.double().expand(2, -1))
+
+
+def test_each_row_takes_the_best_of_the_three_starts() -> None:
+    x, counts = weight(), seen(weight()).squared_gradients
+    starts = (
+        _uniform_centroids(x, counts, 8),
+        _quantile_centroids(x, torch.ones_like(x).double(), 8),
+        _quantile_centroids(x, counts.double(), 8),
+    )
+    each = torch.stack([by_hand(x, counts, run_kmeans(SortedRows(x, counts), start)[0]) for start in starts])
+    assert each.argmin(0).unique().numel() == 3, "no start is the best for all rows"
+    assert torch.allclose(by_hand(x, counts, fit_codebooks(x, counts, 8)), each.amin(0), rtol=1e-9)
 
 
 def test_nearest_is_nearest() -> None:

@@ -64,6 +64,16 @@ def test_a_variant_that_is_finished_is_only_measured(pair: Pair, monkeypatch: py
     assert log.read_bytes() == before and repr(again) == repr(first)
 
 
+def test_a_variant_is_not_trained_further_for_a_target_with_the_same_norms(pair: Pair) -> None:
+    run_ablations(pair, "long", tokens=TOKENS, rows=4)
+    model = load_model(pair.drafters_for, torch.float32)
+    model.layers[1].qkv_proj.weight += 0.1
+    export(model, pair.corpus / "tokenizer.json", Path(pair.drafters_for))
+    (pair.folder / "text-target" / "inputs.json").unlink()
+    with pytest.raises(TrainingError, match=r"ablations-long-target/long was started with .*remove it to start again"):
+        run_ablations(pair, "long", tokens=TOKENS, rows=4)
+
+
 def test_a_pause_of_the_run_is_one_of_its_ablations(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     files = []
     monkeypatch.setattr(ablations, "run_to_the_end", lambda name, trainer: files.append(trainer.pause_file))

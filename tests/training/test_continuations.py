@@ -3,8 +3,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import torch
 
+from minillm.errors import TrainingError
 from minillm.training import continuations
 from minillm.training.continuations import continue_rows, exported, new_writer, until_loop, write_continuations
 from minillm.training.data import Passes
@@ -67,6 +69,26 @@ def test_a_loop_is_cut_soon_after_it_begins():
     # The first turn of the loop is news, and so are the spans that enter the second.
     assert len(cut) == 50 + 10 + 7 + 32
     assert until_loop(list(range(300))) == list(range(300))
+
+
+def test_texts_of_a_model_with_the_same_norms_are_refused(corpus, tmp_path):
+    """Such as a fine-tune with merged LoRA."""
+    windows, checkpoint, model = Passes(corpus), tmp_path / "target", new_model(config())
+    export(model, corpus / "tokenizer.json", checkpoint)
+    write_continuations(checkpoint, windows, tmp_path / "texts", parts=1, rows=2, length=80)
+    with torch.no_grad():
+        model.layers[1].qkv_proj.weight += 0.1
+    export(model, corpus / "tokenizer.json", checkpoint)
+    with pytest.raises(TrainingError, match=r"texts was started with .*remove it to start again"):
+        write_continuations(checkpoint, windows, tmp_path / "texts", parts=1, rows=2, length=80)
+
+
+def test_parts_with_the_same_prompts_have_other_texts(corpus):
+    with writer_of(model_with_opinions(), corpus, 80) as writer:
+        prompts, temperatures = torch.full((2, 64), 7), torch.ones(2)
+        texts = [continue_rows(writer, prompts, 80, temperatures, seed=number) for number in (0, 1, 0)]
+    assert torch.equal(texts[0], texts[2])
+    assert len({tuple(row) for part in texts[:2] for row in part.tolist()}) == 4
 
 
 def test_interrupted_writing_goes_on_where_it_stopped(corpus, tmp_path, monkeypatch):

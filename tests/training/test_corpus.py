@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from dataclasses import dataclass, field
 from email.message import Message
@@ -96,6 +97,15 @@ def test_files_of_the_standard_library_have_the_same_names_on_windows(monkeypatc
     monkeypatch.setattr(corpus_module, "Path", WindowsPath)
     monkeypatch.setattr(corpus_module.metadata, "distributions", list)
     assert [name for name, _ in sources()[0].files] == ["json/tool.py"]
+
+
+def test_a_folder_that_pip_could_not_remove_is_no_package(monkeypatch, tmp_path):
+    """Such as `~umpy-2.0.dist-info`: a name that begins with a tilde, and no metadata."""
+    (tmp_path / "~umpy-2.0.dist-info").mkdir()
+    monkeypatch.setattr(
+        corpus_module.metadata, "distributions", lambda: importlib.metadata.Distribution.discover(path=[str(tmp_path)])
+    )
+    assert [source.name for source in sources()] == ["python"]
 
 
 def test_tests_of_a_package_are_left_out(monkeypatch):

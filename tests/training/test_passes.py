@@ -116,6 +116,13 @@ def test_near_duplicates_go_and_what_is_only_alike_in_parts_stays():
     assert without_near_duplicates(texts, [False] * 6) == [0, 1, 2, 3, 5]
 
 
+def test_hardly_any_pair_near_the_stricter_threshold_is_missed():
+    """Of 40 pairs that share three fifths of their lines; an index that is asked for half of them misses six."""
+    lines = [[f"line {i} of file {number}" for i in range(50)] for number in range(40)]
+    texts = ["\n".join(part) for file in lines for part in (file[:40], file[10:])]
+    assert without_near_duplicates(texts, [False, True] * 40) == list(range(0, 80, 2))
+
+
 def test_a_held_out_file_goes_if_a_training_file_is_like_it():
     files = [source_file(i) for i in range(3)]
     half = "".join(files[0].partition("def ")[:1]) + "\n".join(

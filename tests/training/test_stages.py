@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, TrainingError
@@ -22,15 +23,18 @@ from minillm.training.card import card
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.drafter_stages import _loading
 from minillm.training.pair import Pair
-from minillm.training.pretrain import Recipe, Trainer
-from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, EXTRAPOLATION, SHARES, unlikelihood_recipe
+from minillm.training.pretrain import Recipe, Trainer, new_model
+from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, EXTRAPOLATION, SHARES, TARGET, unlikelihood_recipe
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import DEVICES, add_arguments, run_from_args, train
+from minillm.training.stage_runs import run_to_the_end
 from minillm.training.stages import PAIR_STAGES, STAGES, run_stages
 from minillm.training.target_evaluation import Amount
 from minillm.training.trained_drafters import TRAINED
 
 from .conftest import bits_per_byte, config
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "minicoder"
 
 
 def recipe(steps: int) -> Recipe:
@@ -215,6 +219,46 @@ def test_drafters_can_be_trained_for_another_checkpoint(made, tmp_path):
     )
 
 
+@pytest.mark.parametrize("key", ["target", "tokens"])
+def test_the_acceptance_of_other_weights_is_measured_anew(made, tmp_path, key):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "heads" / "acceptance.json"
+    kept = json.loads(file.read_text())
+    assert kept["inputs"].pop(key)
+    kept["inputs"][key], kept["acceptance"] = 7, {}
+    file.write_text(json.dumps(kept))
+    run_stages(replace(made, folder=tmp_path, export_to=tmp_path / "weights"), ["heads"])
+    found, expected = (json.loads((folder / "heads" / file.name).read_text()) for folder in (tmp_path, made.folder))
+    assert found == expected
+
+
+@pytest.mark.parametrize(("changed", "folder"), [("text-m/inputs.json", "prompt_tokens-m"), ("no file", "text-m")])
+def test_a_target_with_the_same_norms_is_another_target(made, tmp_path, changed, folder):
+    """Such as a fine-tune with merged LoRA. `changed`: what is removed to get further."""
+    shutil.copytree(made.folder, tmp_path / "runs")
+    shutil.copytree(made.export_to / "minicoder", tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    here = replace(made, folder=tmp_path / "runs", export_to=tmp_path / "weights", drafters_for=str(tmp_path / "m"))
+    run_stages(here, ["prompt_tokens"])
+    tensors = load_file(weights)
+    tensors["model.layers.1.self_attn.v_proj.weight"] += 0.1
+    save_file(tensors, weights)
+    (tmp_path / "runs" / changed).unlink(missing_ok=True)
+    if changed != "no file":
+        shutil.rmtree(tmp_path / "runs" / "text-m" / "continuations")
+    with pytest.raises(TrainingError, match=rf"{folder} was started with .*; remove it to start again"):
+        run_stages(here, ["prompt_tokens"])
+
+
+def test_a_target_with_the_same_norms_is_evaluated_anew(made, tmp_path, monkeypatch):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    lerp = torch.lerp
+    monkeypatch.setattr("minillm.training.pair.torch.lerp", lambda a, b, w: lerp(a, b, 9.0 if a.ndim == 2 else w))
+    run_stages(replace(made, folder=tmp_path, export_to=tmp_path / "weights"), ["export"])
+    kept = [json.loads((folder / "evaluation.json").read_text())["inputs"] for folder in (made.folder, tmp_path)]
+    assert kept[0]["target"] != kept[1]["target"]
+
+
 def test_a_drafter_is_not_trained_further_for_another_target(made, tmp_path):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "heads" / "inputs.json").write_text(json.dumps({"target": "of another day"}))
@@ -293,18 +337,6 @@ def test_a_run_does_not_go_on_with_another_corpus(made, tmp_path, stage, file):
         run_stages(replace(made, folder=tmp_path, export_to=tmp_path / "weights"), [stage])
 
 
-def test_a_run_of_an_earlier_version_is_taken_with_the_corpus_that_is_there(made, tmp_path):
-    """It recorded none."""
-    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
-    here, tokenizer = replace(made, folder=tmp_path), tmp_path / "corpus" / "tokenizer.json"
-    (tmp_path / "inputs.json").unlink()
-    run_stages(here, ["target"])
-    assert (tmp_path / "inputs.json").read_bytes() == (made.folder / "inputs.json").read_bytes()
-    tokenizer.write_text(tokenizer.read_text() + "\n")
-    with pytest.raises(TrainingError, match="another --folder"):
-        run_stages(here, ["target"])
-
-
 def test_two_processes_do_not_train_in_one_folder(made, tmp_path):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     longer = replace(made, folder=tmp_path, target_recipe=replace(recipe(31), decay_from=1.0))
@@ -326,6 +358,46 @@ def test_two_processes_do_not_train_in_one_folder(made, tmp_path):
     run_stages(longer, ["target"])  # a killed process has left no lock
     assert not list(tmp_path.glob("target/*.new")), "nor a part of a state"
     assert RunRecord.load(tmp_path / "target").tokens == 31 * 256
+
+
+@pytest.mark.parametrize("steps", [35, 40])
+def test_what_another_process_trained_before_the_lock_was_free_is_not_trained_again(made, tmp_path, capsys, steps):
+    """The trainer reads the saved state before its run has the lock."""
+    shutil.copytree(made.folder / "target", tmp_path / "target")
+    early, other = (
+        Trainer(made.new_model("target"), made.training_text(), replace(recipe(n), decay_from=1.0), tmp_path / "target")
+        for n in (40, steps)
+    )
+    run_to_the_end("target", other)
+    state, log = ((tmp_path / "target" / name).read_bytes() for name in ("state.pt", "log.jsonl"))
+    capsys.readouterr()
+    run_to_the_end("target", early)
+    assert early.step == 40 and len((tmp_path / "target" / "log.jsonl").read_text().splitlines()) == 40
+    if steps == 40:
+        assert (tmp_path / "target" / "state.pt").read_bytes() == state
+        assert (tmp_path / "target" / "log.jsonl").read_bytes() == log
+        assert "target: done (10,240 tokens" in capsys.readouterr().out
+
+
+def test_a_session_that_ends_before_its_first_step_logs_nothing(made, tmp_path, monkeypatch):
+    shutil.copytree(made.folder / "target", tmp_path / "target")
+    trainer = Trainer(made.new_model("target"), made.training_text(), recipe(40), tmp_path / "target")
+    log = (tmp_path / "target" / "log.jsonl").read_bytes()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "train_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert (tmp_path / "target" / "log.jsonl").read_bytes() == log
+
+
+def test_a_run_that_lacks_its_recipes_is_named(made, tmp_path):
+    shutil.copytree(made.folder / "draft", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "recipes.json").unlink()
+    with pytest.raises(TrainingError, match=r"recipes\.json is missing; restore it, or remove .* to start again"):
+        RunRecord.load(tmp_path)
 
 
 def test_stable_run_goes_on_after_a_branch_which_stays_as_it_is(made, tmp_path, capsys):
@@ -357,26 +429,6 @@ def test_drafters_do_not_learn_from_texts_of_an_earlier_target(made, tmp_path):
     run_stages(longer, ["unlikelihood"])
     with pytest.raises(TrainingError, match=r"continuations was started with .*remove it to start again"):
         run_stages(longer, ["heads"])
-    inputs = tmp_path / "distill" / "continuations" / "inputs.json"
-    inputs.unlink()  # as an earlier version left it, which recorded the target in the folder of the stage only
-    with pytest.raises(TrainingError, match=r"has texts of a target of .* remove it"):
-        run_stages(longer, ["heads"])
-
-
-def test_runs_of_an_earlier_version_go_on(made, tmp_path):
-    """It recorded no budget, nor whose continuations there are."""
-    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "distill" / "continuations" / "inputs.json").unlink()
-    (tmp_path / "draft" / "inputs.json").unlink()
-    for stage in ("decay", "unlikelihood", "distill", "heads"):
-        inputs = json.loads((tmp_path / stage / "inputs.json").read_text())
-        assert inputs.pop("budget")
-        inputs = {name: value for name, value in inputs.items() if not name.endswith("_weights")}
-        (tmp_path / stage / "inputs.json").write_text(json.dumps(inputs) + "\n")
-    longer = replace(made, folder=tmp_path, distill_recipe=recipe(11), drafters=dict.fromkeys(TRAINED, recipe(4)))
-    run_stages(longer, ["decay", "unlikelihood", "draft", "distill", "heads"])
-    assert RunRecord.load(tmp_path / "distill").tokens == 11 * 256
-    assert RunRecord.load(tmp_path / "heads").tokens == 4 * 256
 
 
 def test_two_targets_of_one_name_do_not_share_their_text(made, tmp_path):
@@ -391,11 +443,10 @@ def test_two_targets_of_one_name_do_not_share_their_text(made, tmp_path):
     run_stages(one, ["prompt_tokens"])
     with pytest.raises(TrainingError, match=r"text-m was started with .*remove it to start again"):
         run_stages(other, ["heads"])
-    (tmp_path / "runs" / "text-m" / "inputs.json").unlink()  # as an earlier version left it
-    tokenizer = tmp_path / "b" / "m" / "tokenizer.json"
+    tokenizer = tmp_path / "a" / "m" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + "\n")
-    with pytest.raises(TrainingError, match="tokens of another tokenizer"):
-        run_stages(other, ["heads"])
+    with pytest.raises(TrainingError, match=r"text-m was started with \{'tokenizer': .*remove it to start again"):
+        run_stages(one, ["heads"])
 
 
 def test_a_run_does_not_go_on_with_another_budget(made, tmp_path):
@@ -542,6 +593,15 @@ def test_stable_run_that_travelled_goes_on_elsewhere(made, tmp_path):
     assert RunRecord.load(tmp_path / "runs" / "target").tokens == 40 * 256
 
 
+@pytest.mark.skipif(not CHECKPOINT.exists(), reason="the source distribution has no checkpoints")
+def test_the_stable_run_in_the_repository_goes_on(tmp_path):
+    unpack_run(CHECKPOINT, tmp_path)
+    record = RunRecord.load(tmp_path / "target")
+    trainer = Trainer(new_model(TARGET), None, replace(recipe(1), decay_from=1.0), tmp_path / "target")
+    assert (trainer.step, trainer.tokens_seen) == (34_111, record.tokens) == (record.log[-1].step, 419_155_968)
+    assert record.recipes[0].recipe.keys() == recipe(1).without_budget().keys()
+
+
 def test_a_run_that_goes_on_by_another_recipe_says_so(made, tmp_path):
     """In its record, in the checkpoint that travels, and in the card."""
     pack_run(made.folder, tmp_path / "packed")
@@ -620,8 +680,6 @@ def test_a_budget_without_an_end_or_of_nothing_is_refused(tmp_path, options, nam
 
 @pytest.mark.parametrize("damage", ["cut off", "of something else"])
 def test_a_damaged_checkpoint_leaves_nothing_behind(made, tmp_path, damage):
-    from safetensors.torch import save_file
-
     pack_run(made.folder, tmp_path / "packed")
     weights = tmp_path / "packed" / "stable.safetensors"
     if damage == "cut off":
