@@ -52,8 +52,8 @@ greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 #    useless, 5 that they are always accepted.)
 # 2. The engine works in **[steps](glossary.md#step)**: in each, all running requests go through the model together. The
 #    memory for **[keys and values](glossary.md#kv-cache)** (what attention needs of past tokens) is allocated in
-#    pages of 16 **slots**, one slot per token. At the end of the step with the most pages in use, **what share of the
-#    slots in these pages is empty**, in percent?
+#    pages of 16 **slots**, one slot per token. At the end of the first of the steps with the most pages in use, **what
+#    share of the slots in these pages is empty**, in percent?
 
 # %%
 predict("l00.tokens_per_forward", None, unit="tokens")
@@ -74,7 +74,7 @@ def engine(page_size: int = 16, drafts: int = 4, pool_tokens: int = 384) -> LLM:
     if drafts:  # always as many, whether they pay or not, so that the pictures are the same on every machine
         speculative = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": drafts, "adaptive": False}
     blocks = pool_tokens // page_size
-    return LLM(TARGET, block_size=page_size, num_kv_blocks=blocks, speculative_config=speculative)
+    return LLM(TARGET, dtype="float32", block_size=page_size, num_kv_blocks=blocks, speculative_config=speculative)
 
 
 engine().generate("x = ", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)  # compiles on the first run
@@ -127,7 +127,8 @@ show(pages, step=trace.of(StepStarted)[0].step)
 # Next comes **verification**: the target runs one forward over the last token of a request and its four drafts, five
 # tokens in all, and so checks all four drafts at once. Rejected drafts leave invalid keys and values in their slots.
 # These slots are hatched here, and the next round overwrites them. To take the rejected tokens back, the engine lowers
-# one counter and frees pages that hold only rejected tokens; nothing is copied or erased.
+# one counter and frees pages that hold only rejected tokens, except the page that the next token needs. Nothing is
+# copied or erased.
 
 # %%
 moment = first_rejected_round(trace)
@@ -198,7 +199,7 @@ claim(
 # requests have been freed.
 
 # %%
-busiest = max(state.history, key=lambda step: step.used_blocks)
+busiest = max(state.history, key=lambda step: step.used_blocks)  # the first of them, if several have as many
 slots = busiest.used_blocks * state.block_size
 print(f"after step {busiest.step}: {busiest.used_blocks} pages = {slots} slots were in use, ", end="")
 print(f"{busiest.waste_slots} of them empty")
@@ -211,7 +212,7 @@ reveal("l00.waste", 100 * busiest.waste_slots / slots)
 # number of forwards and the number of empty slots differ. (On a CPU this engine's compiled step adds in one fixed
 # order, so a forward over five tokens gives each of them the same result as a forward over it alone. PyTorch and GPU
 # libraries may choose another order for five tokens than for one, and then the last digits differ. Where two tokens are
-# almost equally probable, that can change the text: hardly ever with 32-bit numbers, more often with 16 bits.)
+# almost equally probable, that can change the text: hardly ever with 32-bit numbers, as here, more often with 16 bits.)
 
 
 # %%
@@ -362,7 +363,7 @@ class OnlyCommas(Drafter):
 
 
 drafts_commas = {"method": OnlyCommas, "num_speculative_tokens": 4, "adaptive": False}
-commas = LLM(TARGET, num_kv_blocks=24, speculative_config=drafts_commas)
+commas = LLM(TARGET, dtype="float32", num_kv_blocks=24, speculative_config=drafts_commas)
 comma_outputs = commas.generate(prompts[:3], greedy, use_tqdm=False)
 print(f"tokens per forward: {tokens_per_forward(comma_outputs):.2f}")
 claim("Commas as drafts change no token.", tokens_of(comma_outputs) == expected)

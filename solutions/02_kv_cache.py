@@ -324,12 +324,12 @@ models = [  # name, shape, parameters in billions, bytes a number, longest conte
 print("                                                       tokens until cache = weights   longest")
 print("model          bytes per token   GiB at 4096 tokens      1 request      each of 64    context")
 crossing = {}
-for label, shape, billions, width, longest in models:
+for label, shape, billions, width, most in models:
     per_token = kv_bytes(shape, width)
     crossing[label] = billions * 1e9 * width / per_token
     print(
         f"{label:13} {per_token:16,} {per_token * 4096 / GIB:20.2f} {crossing[label]:14,.0f} "
-        f"{crossing[label] / 64:15,.0f} {longest:10,}"
+        f"{crossing[label] / 64:15,.0f} {most:10,}"
     )
 claim(
     "The cache of one request of Llama-2-70B stays smaller than the weights for its whole context.",
@@ -465,7 +465,10 @@ def model_cost(r: float, copy_cost: float, pad_cost: float, allocation_cost: flo
 
 
 print(f"r* = {best(N, 1.0, 1.0, 0.0):.1f} when a copied and an empty row cost the same")
-claim("When empty rows are free, the best r is the whole text: preallocate.", best(N, 1.0, 0.0, 0.0) == N)
+claim(
+    "When empty rows are free, the best r is the whole text: preallocate.",
+    math.isclose(best(N, 1.0, 0.0, 0.0), N, rel_tol=1e-3),
+)
 LineChart(
     "The model: every row costs 1, allocation is free",
     Axis("r", log=True, ticks=RS),
@@ -566,12 +569,12 @@ print(f"rows through the model: {cache.length} with the cache, {plain_rows} with
 # %% tags=["expected"] alt="Three panels after 32 steps. Concat: nearly the whole triangle is copied rows. Every 8 rows: three copied columns, a few empty rows below. Preallocated: no copies, a large triangle of empty rows."
 from minillm.viz.live import LiveView
 
-longest = len(prompt_ids) + len(plain_tokens) - 1
-policies = {"concat: r = 1": 1, "BMC: r = 8": 8, f"preallocated: r = {longest}": longest}
+num_rows = len(prompt_ids) + len(plain_tokens) - 1
+policies = {"concat: r = 1": 1, "BMC: r = 8": 8, f"preallocated: r = {num_rows}": num_rows}
 trace = Trace()
 caches = [KVCache(every, trace, policy) for policy, every in policies.items()]
 texts = [[] for _ in caches]
-with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest), seconds=10):
+with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=num_rows), seconds=10):
     for step in range(len(plain_tokens)):
         for cache, tokens in zip(caches, texts, strict=True):
             tokens.append(int(forward(cache, tokens[-1:] or prompt_ids).argmax()))
@@ -579,8 +582,8 @@ with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest
 claim("All three policies wrote the same tokens.", texts[0] == texts[1] == texts[2] == plain_tokens)
 
 # %% [markdown]
-# Orange rows are copied, hollow rows are empty, and dark rows are new: only these had to be written. Change the number
-# `8` after `"BMC: r = 8":` to 4 or 16 (and the label with it) and run the cell again.
+# Orange rows are copied, dotted or hollow rows are empty, and dark rows are new: only these had to be written. Change
+# the number `8` after `"BMC: r = 8":` to 4 or 16 (and the label with it) and run the cell again.
 #
 # ## Measure
 #
@@ -627,7 +630,7 @@ counted = {n: work_plain(n) / work_cached(n) for n in contexts}
 reveal("l02.speedup", round(speedup[256].median, 1))
 print("times faster with the cache: " + ", ".join(f"{n} tokens {s.median:.1f}" for n, s in speedup.items()))
 claim("For the first token the cache gains nothing.", speedup[1].median < 1.3, measured=True)
-claim("At the longest context it gains more than ten times.", speedup[longest].median > 10, measured=True)
+claim("At the longest context it gains more than ten times.", speedup[contexts[-1]].median > 10, measured=True)
 claim(
     "From 16 tokens on the gain stays below the counted one.",
     all(speedup[n].median < counted[n] for n in contexts[2:]),
@@ -666,8 +669,8 @@ LineChart(
 # * **valid rows**: attention runs over `buffer[:, :length]`, a *view*. No copy, no padding.
 #
 # The two extremes calibrate the cost model (the time of an allocation is measured apart; beyond it $r=1$ only copies
-# and $r=N$ only pads); the values between them test it. (The loop is `decode_layer` in `minillm/teaching/caching.py`,
-# one page.)
+# and $r=N$ only pads). The values between them test it: the cell prints how much longer they take than it says. (The
+# loop is `decode_layer` in `minillm/teaching/caching.py`, one page.)
 
 # %%
 from minillm.teaching.caching import time_growth_policies
@@ -680,14 +683,24 @@ claim("In 384 steps at r = 16, 4,416 rows are copied, and attention reads 73,920
 costs = time_growth_policies(grow_to, append, N, grid)
 slower, prices = costs.relative_times, (costs.copy, costs.pad, costs.allocation)
 concat, middle = slower["whole", 1].median, slower["whole", costs.best("whole")].median
-reveal("l02.growth", round(best(N, *prices)))
+best_by_model, flat = best(N, *prices), costs.near_best("whole")
+reveal("l02.growth", round(best_by_model))
+modelled = {r: 1 + model_cost(r, *prices) / costs.preallocated for r in grid}
+missed = [slower["whole", r].median / modelled[r] for r in grid[1:-1]]
 share = costs.copy / costs.pad if costs.pad else math.inf
 print("whole buffer: that is r* by the cost model, with the costs measured here;")
 print(f"              copying a row costs {share:.1f} times as much as an empty row in one step;")
-print(f"              measured times within 10% of the best: r = {costs.near_best('whole')}")
+print(f"              measured times within 10% of the best: r = {flat}")
+print(f"              between the ends they are {min(missed):.2f} to {max(missed):.2f} times what the model says")
 large = [slower["view", r].median for r in grid if r >= 16]
 print(f"valid rows:   from r = 16 on {min(large):.2f} to {max(large):.2f} times as long as preallocate + view")
 print(f"against preallocate + view: concat takes {concat:.1f} times as long, whole buffer at its best r {middle:.1f}")
+claim(
+    "The model's best r is at most a factor of 2 from these.",
+    flat[0] / 2 <= best_by_model <= 2 * flat[-1],
+    measured=True,
+)
+claim("Between its ends the model is wrong by less than half.", min(missed) > 0.5 and max(missed) < 1.5, measured=True)
 claim("Concatenating is slower than preallocate + view.", concat > 1.05, measured=True)
 claim("With a view, every r from 16 on is faster than r = 1.", max(large) < slower["view", 1].median, measured=True)
 claim("With the whole buffer no r beats preallocate + view by more than 10%.", middle > 0.9, measured=True)
@@ -703,7 +716,7 @@ LineChart(
         Series(
             "model for the whole buffer",
             grid,
-            [1 + model_cost(r, *prices) / costs.preallocated for r in grid],
+            list(modelled.values()),
             style="modelled",
         )
     ],
@@ -715,11 +728,13 @@ LineChart(
 # middle `r` wins: your cost model has the shape of a U. Where copying a row costs about as much as an empty row (the
 # cell prints the ratio), $\sqrt N$ is a fair guess for its minimum. The bottom of the U is flat: by the formula, half
 # or twice the best `r` adds only a quarter to the cost of copies, allocations and empty rows. So an answer that far
-# from the computed one is nearly as good.
+# from the computed one is nearly as good. Between the ends, which the model was given, its times are not exact (the
+# cell prints how far they are off). It tells which `r` to try, and not how long a step then takes.
 #
-# With a view there is no U, because empty rows cost no arithmetic. A larger `r` saves copies, but at `r = 16` only
-# 4,416 rows are copied in all, while attention reads 73,920: beyond that little is left to save. *Preallocate + view*
-# copies nothing and needs no choice of `r`.
+# With a view there is no U, because empty rows cost no arithmetic. A larger `r` saves copies. At `r = 16` only 4,416
+# rows are copied in all, while attention reads 73,920, so by the count 6% are left to save. The measured rest (the line
+# *valid rows*) can be more: a copied row may cost more than one that is read, and so short times vary from run to run.
+# *Preallocate + view* copies nothing and needs no choice of `r`.
 #
 # BMC reports up to 3.2× over the transformers baseline (quoted), and that baseline concatenates. The line *against
 # preallocate + view* shows how much is gained here, with this shape and length, only by not concatenating: that part
@@ -796,17 +811,18 @@ class NeverCleared(KVCache):
 # %%
 from itertools import combinations
 
+room = 64 * config.num_layers  # `StalePosition` uses a row for every layer
 second_ids = tokenizer.encode("def main():\n")
 first_want, second_want = plain_tokens[:16], generate_plain(second_ids, 16)[0]
 
 
 def checks(kind: type[KVCache]) -> list[bool]:
     """The first token; all 16; all 16 with the prompt in pieces of 7; all 16 of a second prompt in the same cache."""
-    cache = kind(every=512)
+    cache = kind(every=room)
     first = generate_cached(cache, prompt_ids, 16)
     cache.reset()
     second = generate_cached(cache, second_ids, 16)
-    pieces = generate_cached(kind(every=512), prompt_ids, 16, chunk=7)
+    pieces = generate_cached(kind(every=room), prompt_ids, 16, chunk=7)
     return [first[0] == first_want[0], first == first_want, pieces == first_want, second == second_want]
 
 
@@ -826,10 +842,11 @@ claim(
 )
 claim("Only the prompt in pieces reveals NoOffsetForMany.", found[NoOffsetForMany] == [True, True, False, True])
 claim("Only the second prompt reveals NeverCleared.", found[NeverCleared] == [True, True, True, False])
-rows = forward(KVCache(every=512), prompt_ids), forward(SeesEmptyRows(every=512), prompt_ids)
+rows = forward(KVCache(every=room), prompt_ids), forward(SeesEmptyRows(every=room), prompt_ids)
 moved = float((rows[0] - rows[1]).abs().max())
-print(f"SeesEmptyRows moves a logit of the first token by {moved:.2f}, and the largest stays the largest")
-claim("That is far more than rounding.", moved > 0.01 and found[SeesEmptyRows][0], of_model=True)
+print(f"SeesEmptyRows moves a logit of the first token by {moved:.2f}")
+claim("That is far more than rounding.", moved > 0.01, of_model=True)
+claim("The largest logit stays the largest.", found[SeesEmptyRows][0], of_model=True)
 
 # %% [markdown]
 # Read the table by columns.
@@ -844,8 +861,8 @@ claim("That is far more than rounding.", moved > 0.01 and found[SeesEmptyRows][0
 # * **`NeverCleared`** passes every check that uses a fresh cache. Only the second text reveals it.
 # * **`SeesEmptyRows`** is wrong from the first forward on: its logits move (the line below the table). A key of zeros
 #   has the score 0 and a value of zeros, so the empty rows take weight from the others, which need not change the
-#   largest logit: the first token is right. After `reset` the same rows hold keys and values of the old text. Comparing
-#   tokens can miss a mistake that comparing logits finds at once.
+#   largest logit, and then the first token is right. After `reset` the same rows hold keys and values of the old text.
+#   Comparing tokens can miss a mistake that comparing logits finds at once.
 #
 # Note what is *not* a mistake: `reset` of the right cache erases nothing. Rows beyond `length` hold old data, which is
 # harmless as long as they are not read. The pool of [blocks](glossary.md#block) in lesson 6 relies on that.
@@ -856,7 +873,7 @@ claim("That is far more than rounding.", moved > 0.01 and found[SeesEmptyRows][0
 BROKEN = NoOffsetForMany  # or StalePosition, PositionsFromZero, NoOffset, SeesEmptyRows, NeverCleared
 
 print(f"{'without a cache':20}", repr(tokenizer.decode(first_want)))
-print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(every=512), prompt_ids, 16, chunk=7))))
+print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(every=room), prompt_ids, 16, chunk=7))))
 
 # %% [markdown]
 # A broken cache does not crash: sooner or later it writes *other* text. The text may be nonsense, or may look like the

@@ -478,63 +478,38 @@ check("l03.mbu")
 # stay in the 16 bits of the checkpoint, so a step reads about half the bytes.
 
 # %% tags=["nbval-ignore-output"]
-from minillm.teaching.roofline_parts import compiled_steps, decode_step, prefill
+from minillm.teaching.roofline_parts import time_whole_steps
 
 utilisation = use("l03.mbu")
-shapes = [(1, 256, "plain"), (1, 512, "plain"), (8, 256, "plain"), (8, 512, "plain")]
-runs = {shape: decode_step(model, *shape[:2]) for shape in shapes} | {"prefill, plain": prefill(model, 256)}
-compiled = compiled_steps(name, 256)
-if isinstance(compiled, str):
-    print(f"no compiled step here: {compiled}")
-else:
-    shapes.append((1, 256, "compiled"))
-    runs |= {shapes[-1]: compiled.decode, "prefill, compiled": compiled.prefill}
-
-
-def weight_bytes_of(label: str) -> int:
-    """Return the bytes of the weights that a step reads, plain or compiled."""
-    return compiled.weight_bytes if label.endswith("compiled") else weight_bytes(model)
-
-
-# %% tags=["nbval-ignore-output"]
-took = medians(time_in_turn(runs))
-whole, used = [], {}
-print("                             million bytes      ms   bandwidth used (MBU)   arithmetic used")
-for shape in shapes:
-    batch, context, how = shape
-    per_request, seconds = kv_bytes(config, context), took[shape]
-    work, needed = operations(model, batch, batch * context, batch), weight_bytes_of(how) + batch * per_request
-    used[shape] = utilisation(weight_bytes_of(how), per_request, batch, seconds, here.bandwidth)
-    whole.append(Point(f"{batch} × {context}", work / needed, work / seconds, group=f"decode step, {how}"))
-    label = f"{batch} × {context} tokens, {how}"
-    print(
-        f"{label:26} {needed / 1e6:15.1f} {1000 * seconds:7.1f} {used[shape]:18.0%} {work / seconds / here.rate:21.0%}"
-    )
-for label in [key for key in runs if isinstance(key, str)]:
-    needed, rate_reached = weight_bytes_of(label) + kv_bytes(config, 256), prefill_work / took[label]
-    whole.append(Point("256", prefill_work / needed, rate_reached, group=label))
-    print(f"{label:26} {needed / 1e6:15.1f} {1000 * took[label]:7.1f} {'':18} {rate_reached / here.rate:21.0%}")
-reveal("l03.mbu", round(100 * used[1, 256, "plain"]))
-reached = prefill_work / took["prefill, plain"]
+steps, no_compiled = time_whole_steps(model, name, [(1, 256), (1, 512), (8, 256), (8, 512)], 256)
+if no_compiled:
+    print(f"no compiled step here: {no_compiled}")
+whole, used = {}, {}
+print("                                    million bytes      ms   bandwidth used (MBU)   arithmetic used")
+for step in steps:
+    label, rate = f"{step.kind}: {step.batch} × {step.context}", step.operations / step.seconds
+    whole[label] = Point(f"{step.batch} × {step.context}", step.operations / step.num_bytes, rate, group=step.kind)
+    used[label] = utilisation(step.weight_bytes, step.kv_bytes, step.batch, step.seconds, here.bandwidth)
+    share = f"{used[label]:.0%}" if "decode" in step.kind else ""
+    print(f"{label:33} {step.num_bytes / 1e6:15.1f} {1000 * step.seconds:7.1f} {share:>18} {rate / here.rate:21.0%}")
+alone, prompt = "decode step, plain: 1 × 256", "prefill, plain: 1 × 256"
+reveal("l03.mbu", round(100 * used[alone]))
 claim(
     "Prefill uses a larger share of the arithmetic than any decode step.",
-    all(reached > p.rate for p in whole if "decode" in p.kind),
+    all(whole[prompt].rate > p.rate for p in whole.values() if "decode" in p.kind),
     measured=True,
 )
 claim(
     "No prefill lies above the roof by more than a tenth.",
-    all(p.rate < 1.1 * here.rate for p in whole if "prefill" in p.kind),
+    all(p.rate < 1.1 * here.rate for p in whole.values() if "prefill" in p.kind),
     measured=True,
 )
-share = max(used[1, 256, "plain"], whole[0].rate / here.rate)
+share = max(used[alone], whole[alone].rate / here.rate)
 claim("Decoding one request in plain PyTorch reaches neither limit.", share < 0.9, measured=True)
-if (1, 256, "compiled") in took:
-    claim(
-        "One compiled function is faster than many operations.",
-        took[1, 256, "compiled"] < took[1, 256, "plain"],
-        measured=True,
-    )
-Roofline(f"Whole steps of {name} on this machine", here, whole)
+if not no_compiled:
+    compiled = whole[alone.replace("plain", "compiled")]
+    claim("One compiled function is faster than many operations.", compiled.rate > whole[alone].rate, measured=True)
+Roofline(f"Whole steps of {name} on this machine", here, list(whole.values()))
 
 # %% [markdown]
 # Prefill is closest to the flat part: arithmetic is its limit, so saving bytes does not speed it up. (An MBU above 100%
@@ -547,9 +522,8 @@ Roofline(f"Whole steps of {name} on this machine", here, whole)
 # keep the number of layers and change the width (random weights do for timing):
 
 # %% tags=["nbval-ignore-output"]
-from minillm.teaching.roofline_parts import of_width
+from minillm.teaching.roofline_parts import decode_step, of_width
 
-compiled = runs = None  # free their models and caches
 widths = (64, 192, 384, 576)
 sized = {width: model if width == config.hidden_size else of_width(config, width) for width in widths}
 took = medians(time_in_turn({width: decode_step(sized[width], 1, 256) for width in widths}))
@@ -740,7 +714,9 @@ prefills = {n: operations(each, rows=256, pairs=256 * 257 // 2, logits=1) for n,
 for n, work in prefills.items():
     print(f"{n} KV head{'s' if n > 1 else ''}: {work / 1e6:,.0f} million, {work / prefills[config.num_heads]:.0%}")
 claim(
-    "With 1 KV head prefill still does more than 80% of the operations.", prefills[1] > 0.8 * prefills[config.num_heads]
+    "With 1 KV head prefill still does more than 80% of the operations.",
+    prefills[1] > 0.8 * prefills[config.num_heads],
+    of_model=True,
 )
 
 # %% [markdown]
@@ -822,7 +798,9 @@ for label in ("mean", "first head", "sum", "strided groups", "neighbouring rows"
     print(f"{label:20} {runs:>7} {'same' if same else 'DIFFERS':>25} {after[label]:27.2f}")
 passed = [label for label, tokens in tokens_of.items() if tokens == original]
 claim("All five load, run and write as many tokens.", {len(tokens) for tokens in tokens_of.values()} == {len(original)})
-claim("Of the wrong ones, only the first head passes the lossless case.", passed == ["mean", "first head"])
+claim(
+    "Of the wrong ones, only the first head passes the lossless case.", passed == ["mean", "first head"], of_model=True
+)
 claim("With a single group, strided groups give the mean.", abs(after["strided groups"] - after["mean"]) < 1e-6)
 
 # %% [markdown]

@@ -38,7 +38,8 @@ from minillm.models.quantize import decoder_linears
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.viz.charts import Axis, LineChart, Series
 
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+# Any Llama, Mistral, Qwen or SmolLM checkpoint works too, if all its linear layers have a multiple of 128 inputs.
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 PLAIN = {"device": "cpu", "dtype": "float32", "enforce_eager": True}  # plain PyTorch: what is counted here is what runs
@@ -183,6 +184,7 @@ def written(engine: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in engine.generate(prompts, greedy, use_tqdm=False)]
 
 
+install(None)
 exact_tokens = written(llm)
 print(f"{install(Int8):.2f} bits per weight")
 int8_tokens = written(llm)
@@ -442,9 +444,8 @@ my_awq = use("l05.awq_scale")
 calibration_ids = [tokenizer.encode(prompt.prompt) for prompt in calibration_prompts()]
 install(None)
 calibration = calibrate(model, calibration_ids[:12], "inputs", max_rows=128)
-print(
-    f"{calibration.num_tokens} calibration tokens; of each layer's inputs {len(calibration.layers[name].inputs)} are kept"
-)
+kept = len(next(iter(calibration.layers.values())).inputs)
+print(f"{calibration.num_tokens} calibration tokens; of each layer's inputs {kept} are kept")
 
 
 chosen = {}  # layer → (a, s), so that each is searched for once
@@ -650,9 +651,10 @@ for part in dict.fromkeys(name.split(".")[-1] for name in original):
     print(f"  {part:13}", " ".join(f"{ratio:4.1f}" for ratio in strongest[part]))
     for label, kind in KINDS.items():
         for name in names:
-            x, exact = calibration.layers[name].inputs, calibration.layers[name].inputs @ original[name].weight.T
+            inputs = calibration.layers[name].inputs
+            right = inputs @ original[name].weight.T
             errors.setdefault((label, part), []).append(
-                float((kind(name, original[name]).product(x) - exact).norm() / exact.norm())
+                float((kind(name, original[name]).product(inputs) - right).norm() / right.norm())
             )
 print("\nerror of a layer's output, in percent of its size, mean over the layers")
 print(" " * 15 + "".join(f"{label:>8}" for label in KINDS))
@@ -871,6 +873,7 @@ def against_float32(engine: LLM) -> dict[int, float]:
     return {batch: statistics.median(found) for batch, found in ratios.items()}
 
 
+install(None)
 print("times as long as the step in float32 (measured here; bytes are of the decoder's linear layers)")
 print("          bytes   batch 1   batch 32\nfloat32    1.00       1.0        1.0")
 slower = {}

@@ -50,6 +50,7 @@ config, tokenizer = llm.engine.runner.model.config, llm.engine.tokenizer
 CONTEXT = llm.max_model_len
 TOKEN_BYTES = 2 * config.num_layers * config.kv_size * 4
 print(f"{NAME}: {TOKEN_BYTES:,} bytes of keys and values per token (lesson 2), context {CONTEXT}")
+del llm  # each engine holds its own copy of the weights
 
 # %% [markdown]
 # ## The question, in numbers
@@ -247,6 +248,10 @@ def my_paged_attention(q, keys, values, batch, window=None):
     return torch.cat(outputs)
 
 
+# %% [markdown]
+# The pool has only 40 blocks. Each request's block table is on top, the blocks of the pool below.
+
+# %% tags=["expected"] alt="Cache pages of four requests: each request's block table on top, the physical pages below in the colours of their owners, a usage bar and the wasted slots in numbers."
 mine = LLM(
     NAME,
     **PLAIN,
@@ -255,20 +260,17 @@ mine = LLM(
     block_pool_cls=MyPool,
     ops={"paged_attention": my_paged_attention},
 )
-
-# %% [markdown]
-# The pool has only 40 blocks. Each request's block table is on top, the blocks of the pool below.
-
-# %% tags=["expected"] alt="Cache pages of four requests: each request's block table on top, the physical pages below in the colours of their owners, a usage bar and the wasted slots in numbers."
 with mine.trace() as trace, LiveView(CachePagesView(trace), seconds=10):
-    outputs = mine.generate(prompts[:4], greedy, use_tqdm=False)
+    my_outputs = mine.generate(prompts[:4], greedy, use_tqdm=False)
+num_held = mine.engine.pool.num_used
+del mine
 
 # %%
-plain = llm.generate(prompts[:4], greedy, use_tqdm=False)
-same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, plain, strict=True)]
+plain = LLM(NAME, **PLAIN, enable_prefix_caching=False).generate(prompts[:4], greedy, use_tqdm=False)
+same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(my_outputs, plain, strict=True)]
 print(f"{sum(same)} of {len(same)} requests have the same tokens as with minillm's own pool and attention")
-print(f"blocks still held at the end: {mine.engine.pool.num_used}")
-claim("Your pool and attention change no token, and no block is lost.", all(same) and not mine.engine.pool.num_used)
+print(f"blocks still held at the end: {num_held}")
+claim("Your pool and attention change no token, and no block is lost.", all(same) and not num_held)
 
 # %% [markdown]
 # Look at the tables at the top of the picture: the blocks of a table need not be consecutive. That is what
@@ -338,7 +340,8 @@ def own_block(
 ) -> None:
     """Make the request the only owner of entry `index` of its block table. Everything is changed in place.
 
-    keys, values: [num_slots, ...]; a new block needs the contents of the old one. `free` holds a block if one is needed.
+    keys, values: [num_slots, ...], views of the engine's cache: assign to their slots. A new block needs the contents
+                  of the old one; `free` holds a block if one is needed.
     my_allocate and my_release are your functions, or the references if yours do not pass.
 
     Example: block_table = [0, 1], index = 1, ref_counts = [2, 2, 0, 0], free = [2, 3]
@@ -406,29 +409,34 @@ class MyScheduler(Scheduler):
 # %%
 beginning = 'class Inventory:\n    """Counts of the things in a shop, by name."""\n\n    def __init__(self):\n        self.counts = {}\n\n'
 endings = ["    def add(self, name", "    def remove(self, name", "    def total(self", "    def names(self"]
-llm = mine = None  # free both engines: each holds its own copy of the weights
-sharing = LLM(NAME, **PLAIN, num_kv_blocks=40, scheduler_cls=MyScheduler, enable_prefix_caching=True)
-MyManager.cache = sharing.engine.runner.cache
+class_prompts = [beginning + ending for ending in endings]
 several = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
 params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [several]
 
 # %% tags=["expected"] alt="Cache pages: the pages of the common prefix carry the outlines of all owners and a reference count; the three completions of the last prompt share its pages except the last one, which one of them keeps and the two others copy."
-with sharing.trace() as trace, LiveView(CachePagesView(trace), seconds=10):
-    outputs = sharing.generate([beginning + ending for ending in endings], params, use_tqdm=False)
+sharing = LLM(NAME, **PLAIN, num_kv_blocks=40, scheduler_cls=MyScheduler, enable_prefix_caching=True)
+MyManager.cache = sharing.engine.runner.cache
+with sharing.trace() as sharing_trace, LiveView(CachePagesView(sharing_trace), seconds=10):
+    written = sharing.generate(class_prompts, params, use_tqdm=False)
+sharing = MyManager.cache = None
 
 # %%
-shared = trace.of(BlocksShared)
-computed = sum(w.num_tokens for step in trace.of(StepRan) for w in step.work if w.kind == "prefill")
-asked = sum(len(o.prompt_token_ids) * len(o.outputs) for o in outputs)
+shared = sharing_trace.of(BlocksShared)
+computed = sum(w.num_tokens for step in sharing_trace.of(StepRan) for w in step.work if w.kind == "prefill")
+asked = sum(len(o.prompt_token_ids) * len(o.outputs) for o in written)
 found, forked = (sum(e.num_tokens for e in shared if e.source == source) for source in ("prefix", "fork"))
 print(f"{asked} prompt tokens in all, {computed} computed by the model")
 print(f"{found} found in the prefix cache, {forked} forked from another completion of the prompt")
-completions = sum(len(output.outputs) for output in outputs)
-print(
-    f"{len(shared)} of {completions} completions share blocks, {len(trace.of(BlockCopied))} copied one before writing"
-)
+completions = [completion.token_ids for output in written for completion in output.outputs]
+copies = len(sharing_trace.of(BlockCopied))
+print(f"{len(shared)} of {len(completions)} completions share blocks, {copies} copied one before writing")
 claim("Every prompt token was computed, found or forked.", computed + found + forked == asked)
 claim("More than half of the prompt tokens did not have to be computed.", found + forked > asked / 2)
+own = LLM(NAME, **PLAIN, num_kv_blocks=40, enable_prefix_caching=True).generate(class_prompts, params, use_tqdm=False)
+claim(
+    "All completions have the same tokens as with the engine's own manager.",
+    completions == [completion.token_ids for output in own for completion in output.outputs],
+)
 
 # %% [markdown]
 # A trace can be drawn at any step. Here is the step in which the completions diverge.
@@ -437,11 +445,11 @@ claim("More than half of the prompt tokens did not have to be computed.", found 
 from minillm.viz import show
 
 step = 0
-for event in trace:
+for event in sharing_trace:
     if isinstance(event, BlockCopied):
         break
     step = event.step if type(event).__name__ == "StepStarted" else step
-show(CachePagesView(trace), step=step)
+show(CachePagesView(sharing_trace), step=step)
 
 # %% [markdown]
 # And here are all steps. Press play, or click the picture and use the arrow keys; "as text" describes each frame.
@@ -449,7 +457,7 @@ show(CachePagesView(trace), step=step)
 # %%
 from minillm.viz import ReplayWidget
 
-ReplayWidget(CachePagesView(trace))
+ReplayWidget(CachePagesView(sharing_trace))
 
 # %% [markdown]
 # The four requests arrived together, when no block was [cached](glossary.md#cached). Still the full blocks of the
@@ -467,7 +475,6 @@ ReplayWidget(CachePagesView(trace))
 # runs on a machine, which takes up to two minutes behind a progress bar.)
 
 # %%
-sharing = MyManager.cache = None
 SIZES = (1, 4, 16, 64, 256)
 measured = {}
 for size in SIZES:
@@ -487,10 +494,12 @@ print(f"{short} of the {len(lengths)} texts fit into one block of 256")
 claim(
     "Up to blocks of 64, a request wastes about (block size - 1) / 2 slots.",
     all(abs(measured[size][0] - (size - 1) / 2) < size / 10 for size in SIZES[:4]),
+    of_model=True,
 )
 claim(
     "With blocks of 256, a request wastes about two thirds of a block: every text fits into one.",
     0.6 < measured[256][0] / 256 < 0.75 and short == len(lengths),
+    of_model=True,
 )
 
 # %% [markdown]

@@ -44,7 +44,7 @@ from minillm.viz.charts import Axis, LineChart, Series
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
-WHOLE = {"enable_prefix_caching": False}  # every prompt is computed from its first token
+WHOLE = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False}  # every prompt from its first token
 
 SEATS = 8
 lengths = heavy_tailed_lengths(32)
@@ -276,7 +276,6 @@ class MyScheduler(Scheduler):
 # %%
 LLM(NAME, **WHOLE).generate("x = ", SamplingParams(max_tokens=2), use_tqdm=False)  # compiles the step if needed
 small = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_kv_blocks": 128}
-mine = LLM(NAME, scheduler_cls=MyScheduler, **small, **WHOLE)
 few = [SamplingParams(temperature=0, max_tokens=max(4, n // 2), ignore_eos=True) for n in lengths[10:22]]
 
 # %% [markdown]
@@ -284,16 +283,18 @@ few = [SamplingParams(temperature=0, max_tokens=max(4, n // 2), ignore_eos=True)
 # of them begins in the step after another row has ended.
 
 # %% tags=["expected"] alt="Timeline: one row per request, one column per step. Prefill chunks, decode steps, waiting and the end of each request are told apart by pattern; below, how many seats each step used."
+mine = LLM(NAME, scheduler_cls=MyScheduler, **small, **WHOLE)
 with mine.trace() as trace, LiveView(TimelineView(trace), seconds=10):
     requests = serve(mine, prompts[:12], few, every=2)
+del mine  # each engine holds its own copy of the weights
 
 # %%
-mine = None  # free it: each engine holds its own copy of the weights
 alone = LLM(NAME, max_num_seqs=1, **WHOLE)
 vocabulary = alone.engine.runner.model.config.vocab_size
 expected = [
     alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(prompts[:12], few, strict=True)
 ]
+del alone
 same = sum(request.output_token_ids == tokens for request, tokens in zip(requests, expected, strict=True))
 print(f"{same} of {len(requests)} requests have the same tokens as each one alone")
 claim("The other requests of a step change no token.", same == len(requests))
@@ -306,20 +307,18 @@ claim("The other requests of a step change no token.", same == len(requests))
 # Now all 32 requests arrive at once. The upper half of the picture shows this run. The lower half is *modelled*: static
 # batching of the same requests, counted from their lengths.
 
-# %%
-alone = None
-crowd = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=128, **WHOLE)
-
 # %% tags=["expected"] alt="Two timelines above each other: continuous batching packs the seats tightly, static batching leaves most of each batch empty while its longest request runs."
-with crowd.trace() as trace:
+crowd = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=128, **WHOLE)
+with crowd.trace() as crowd_trace:
     crowd_requests = serve(crowd, prompts, params)
-TimelineComparison(trace, batch_size=SEATS)
+del crowd
+TimelineComparison(crowd_trace, batch_size=SEATS)
 
 # %%
-steps_run = len(trace.of(StepRan))
-busy = sum(len(step.work) for step in trace.of(StepRan))
-queue_left = [step for step in step_metrics(trace) if step.num_waiting]
-rest = [step for step in step_metrics(trace) if not step.num_waiting]
+steps_run = len(crowd_trace.of(StepRan))
+busy = sum(len(step.work) for step in crowd_trace.of(StepRan))
+queue_left = [step for step in step_metrics(crowd_trace) if step.num_waiting]
+rest = [step for step in step_metrics(crowd_trace) if not step.num_waiting]
 while_queue, after = (sum(s.num_running for s in part) / (SEATS * max(1, len(part))) for part in (queue_left, rest))
 print(f"continuous: {steps_run} steps, slot utilisation {busy / (SEATS * steps_run):.0%}")
 print(f"{len(queue_left)} steps while any request was waiting: {while_queue:.0%}; the {len(rest)} others: {after:.0%}")
@@ -370,7 +369,6 @@ claim("With the shortest first, it takes the most steps.", max(needed, key=neede
 import statistics
 import time
 
-crowd = None
 clock = time.thread_time if os.name == "posix" else time.perf_counter
 server = LLM(NAME, max_num_seqs=SEATS, num_kv_blocks=128, **WHOLE)
 

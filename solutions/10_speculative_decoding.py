@@ -542,6 +542,7 @@ for name, llm, params in (
     found[name] = summary(drafted_rounds(llm, params))
     conditional, share, tokens = found[name]
     print(f"{name:28} {'–' if llm is together else f'{conditional:.2f}':>13}{share:19.2f}{tokens:21.2f}")
+del standard, together, llm  # each engine holds its own copy of the weights
 claim(
     "With four drafts per round, accepted / drafted is below the conditional acceptance.",
     all(found[name][1] < found[name][0] for name in ("temperature 0", "temperature 1")),
@@ -576,7 +577,9 @@ _, block_test = tested("block", short_prompt)
 print(f"χ² test of block verification in the engine: {p_text(block_test.p_value)}")
 prompts_again = prompts * 4
 seeds = [SamplingParams(seed=seed, max_tokens=48, ignore_eos=True) for seed in range(len(prompts_again))]
-tau_standard, tau_block = (summary(drafted_rounds(llm, seeds, prompts_again))[2] for llm in (standard, together))
+tau_standard, tau_block = (
+    summary(drafted_rounds(engine(rule), seeds, prompts_again))[2] for rule in ("standard", "block")
+)
 print(
     f"tokens per round, {len(seeds)} texts of the real pair: {tau_standard:.2f} one by one, {tau_block:.2f} as a block"
 )
@@ -596,7 +599,6 @@ claim("… and with the real pair it commits more tokens per round.", tau_block 
 
 # %% tags=["expected"] alt="Tokens per round against the number of drafts, from one to eight: the measured line begins on the straight line 1 + γ·α, rises more and more slowly and falls far below it."
 GAMMAS = (1, 2, 4, 8)
-standard = together = None
 by_gamma = [summary(drafted_rounds(engine(gamma=gamma), sampled)) for gamma in GAMMAS]
 rates, shares, taus = map(list, zip(*by_gamma, strict=True))
 first_rate = rates[0]

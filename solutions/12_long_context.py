@@ -466,6 +466,7 @@ sweep = {
 }
 small = LLM(NAME, speculative_config={"method": "draft_model", "model": DRAFT, **drafting}, **SIZE)
 separate = views.draft_with(small, prompts[:2], None, GAMMA, NEW)
+del small
 BudgetAcceptance(
     [
         BudgetLine(
@@ -482,7 +483,6 @@ BudgetAcceptance(
 )
 
 # %%
-del small
 alphas = {name: [point.alpha for point in points] for name, points in sweep.items()}
 print("budget          ", "".join(f"{budget:8}" for budget in budgets))
 for name, values in alphas.items():
@@ -553,7 +553,8 @@ def two_levels(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> tupl
     x:           [..., n]
     scale, zero: [..., 1], one for each group of n numbers: x is between zero and zero + 15 scale, but for rounding
 
-    Ties round to the even number, as torch.round does. Both codes are then limited to their range.
+    Ties round to the even number, as torch.round does. Limit the upper code first: the lower one counts what the
+    limited upper code leaves over, and is then limited, too.
 
     Example: scale 2, zero 1: x = 8.25 is 3.625 steps above zero: upper 4, rest -0.375 steps, lower -6.
     """

@@ -559,7 +559,7 @@ claim("At least a third of the old keys is not read.", read["your clusters"] < 2
 # The cache of KV head 0 of one layer, at the prompt's end (for LoRC, the coordinates of all KV heads). Your functions
 # chose ThinK's channels and the clusters of Squeezed Attention.
 
-# %% tags=["expected"] alt="Six panels of the same cache, a token per column. ThinK: horizontal stripes, the kept channels, over all old tokens. LoRC: the upper half, the first ranks. A window: only the newest tokens. SnapKV: scattered columns. Squeezed Attention for two queries: two different sets of columns."
+# %% tags=["expected"] alt="Six panels of the same cache, a token per column. ThinK: horizontal stripes, the kept channels, over all old tokens. LoRC: the upper half, the first ranks. A window: only the newest tokens. SnapKV: most columns directly before the newest tokens, and two small groups further back. Squeezed Attention for two queries: two different sets of columns."
 WINDOW, QUARTER = 32, prompt_len // 4
 old = prompt_len - WINDOW
 queries, keys = recorder.queries[LAYER][:prompt_len], recorder.keys[LAYER][:prompt_len]

@@ -221,15 +221,15 @@ threshold = my_break_even(KV_BYTES, link.bandwidth, 100 * PER_TOKEN, PER_TOKEN)
 reader = moving.Reader(store, link, 100 * PER_TOKEN, threshold)
 print(f"your break-even: {threshold:.1f} tokens")
 rows = []
-for n in (round(threshold / 4), math.ceil(threshold), len(texts[0])):
-    ids = texts[0][:n]
+for length in (round(threshold / 4), math.ceil(threshold), len(texts[0])):
+    ids = texts[0][:length]
     store.add(ids)
     llm.reset_prefix_cache()
     seconds = {way: reader.seconds(ids, way == "loaded") for way in ("computed", "loaded")}
     llm.reset_prefix_cache()
-    rows.append((n, reader.prepare(ids), min(seconds, key=lambda way: seconds[way])))
+    rows.append((length, reader.prepare(ids), min(seconds, key=lambda way: seconds[way])))
     print(
-        f"{n:5} tokens: compute {seconds['computed'] * 1e3:6.1f} ms, load {seconds['loaded'] * 1e3:6.1f} ms"
+        f"{length:5} tokens: compute {seconds['computed'] * 1e3:6.1f} ms, load {seconds['loaded'] * 1e3:6.1f} ms"
         f"; your reader: {rows[-1][1]}"
     )
 claim(
@@ -379,7 +379,7 @@ with moving.multi_head("minicoder", num_kv_blocks=2 * LIMIT // 16, **SIZE) as wi
     exact = transfers[f"recompute {split}"].span
     with Scratch(wide, n) as scratch:
         scratch.forward(text, 0)
-        right = scratch.read(0, n, text)
+        prefilled = scratch.read(0, n, text)
 del wide, offloader
 TransferTimeline(
     f"The cache of {n} tokens comes back over {slow / 1e6:.1f} MB/s (measured)",
@@ -390,8 +390,8 @@ TransferTimeline(
 # %%
 claim(
     "Recomputed keys and values are those of a prefill, up to rounding.",
-    torch.allclose(exact.keys, right.keys, rtol=1e-3, atol=1e-3)
-    and torch.allclose(exact.values, right.values, rtol=1e-3, atol=1e-3),
+    torch.allclose(exact.keys, prefilled.keys, rtol=1e-3, atol=1e-3)
+    and torch.allclose(exact.values, prefilled.values, rtol=1e-3, atol=1e-3),
 )
 claim(
     "As many bytes crossed the link as counted.",
@@ -470,13 +470,13 @@ check("l14.rerotate")
 # %% tags=["expected"] alt="Two rows of tokens. Before: a prefix, a removed token, a suffix. After: the same prefix, three new tokens, and the suffix two positions further to the right, joined by a band. Below, five dials, each with a dashed hand for the old position and a solid one for the new: the first turns by 115 degrees, the last by less than two thousandths of a degree."
 my_rotation = use("l14.rerotate")
 frequencies, _ = inverse_frequencies(config.rope, config.head_dim)
-pairs = [round(i * (len(frequencies) - 1) / 4) for i in range(5)] if len(frequencies) < 20 else [0, 4, 8, 16, 31]
+num_pairs = len(frequencies)
 MovedSuffix(
     ["def", " area", "(", "w", ",", " h", "=", "1", ")", ":", "\n    ", "return", " w", " *", " h"],
     7,
     8,
     ["0", ".", "5"],
-    [float(frequencies[min(i, len(frequencies) - 1)]) for i in pairs],
+    [float(frequencies[i]) for i in (0, num_pairs // 8, num_pairs // 4, num_pairs // 2, num_pairs - 1)],
 )
 
 # %% [markdown]
@@ -817,7 +817,6 @@ quoted("KVPR: up to 35.8% lower latency", "Jiang et al. 2024, arXiv 2411.17089")
 print(f"here, MatKV: KL {matkv['rotated'].kl:.4f} with rotation, {matkv['as stored'].kl:.4f} without")
 print(f"here, PIE:   KL {difference['rotated (PIE)'].kl:.4f}, same argmax {difference['rotated (PIE)'].agree:.0%}")
 print(f"here, KVPR:  recompute {best[NAME]} tokens with this model's own heads: no gain")
-store_folder.cleanup()
 
 # %% [markdown]
 # **Claims, checked.**

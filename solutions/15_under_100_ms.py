@@ -128,9 +128,10 @@ check("l15.attribute")
 # Stuck? `hint("l15.attribute", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # Now measure. The clock is the CPU time of this thread, so the time of other programs does not count; on an idle machine
-# it equals wall-clock time. `race` runs the engines to be compared in turn, three times after a warm-up, and returns for each
-# the parts of the run with the median total. (It raises an error if the parts do not sum to the whole.) Other programs
-# still share caches and memory, so compare times of the same race only.
+# it equals wall-clock time. (On Windows it is wall-clock time, because CPU time is too coarse there.) `race` runs the
+# engines to be compared in turn, three times after a warm-up, and returns for each the parts of the run with the median
+# total. (It raises an error if the parts do not sum to the whole.) Other programs still share caches and memory, so
+# compare times of the same race only.
 
 # %% tags=["expected", "nbval-ignore-output"] alt="One bar, over the line at 100 ms: the prompt and the target's 23 decode steps are nearly all of it; tokenising, queue and detokenising cannot be seen."
 import time
@@ -151,16 +152,16 @@ def race(engines: dict[str, LLM], warm: tuple[str, ...] = ()) -> dict[str, dict[
 # Once a large tensor has been freed, the C library of Linux reuses the memory of freed tensors. Before, it gets new pages
 # from the operating system for each. Later cells free large tensors, and times before and after should be comparable.
 torch.empty(2**22)
-rows = [Latency("plain PyTorch", race({"plain": plain})["plain"])]
-reveal("l15.prompt_share", round(100 * rows[0].seconds["prefill"] / rows[0].total))
-small = [rows[0].seconds[part] for part in ("tokenise", "queue", "detokenise")]
-claim("Plain PyTorch needs more than 100 ms.", rows[0].total > 0.1, measured=True)
+start = Latency("plain PyTorch", race({"plain": plain})["plain"])
+reveal("l15.prompt_share", round(100 * start.seconds["prefill"] / start.total))
+small = [start.seconds[part] for part in ("tokenise", "queue", "detokenise")]
+claim("Plain PyTorch needs more than 100 ms.", start.total > 0.1, measured=True)
 claim(
     "Tokenising, queue and detokenising take less than 5% of the time.",
-    sum(small) < 0.05 * rows[0].total,
+    sum(small) < 0.05 * start.total,
     measured=True,
 )
-LatencyWaterfall("24 tokens after 200: the start", rows)
+LatencyWaterfall("24 tokens after 200: the start", [start])
 
 # %% [markdown]
 # The picture shows what is *not* worth improving: tokenising, detokenising and the queue. (A single request does not
@@ -266,7 +267,7 @@ print(
 )
 
 moved = weight_bytes["float32 (plain PyTorch)"] + cache_bytes
-measured = {"one token": rows[0].seconds["target"] / (NEW_TOKENS - 1), "the prompt": rows[0].seconds["prefill"]}
+measured = {"one token": start.seconds["target"] / (NEW_TOKENS - 1), "the prompt": start.seconds["prefill"]}
 print("                     modelled   measured   calls, bytes, arithmetic (modelled, ms)")
 for label, work in (("one token", decode_work), ("the prompt", prefill_work)):
     modelled = my_step(moved, work, called.total(), bandwidth, rate, per_call)
@@ -321,16 +322,15 @@ print(f"{output.num_cached_tokens} of {len(ids)} prompt tokens were cached; forw
 # %% tags=["nbval-ignore-output"]
 eager_int8 = LLM(name, enforce_eager=True, quantization="int8", **options)
 seconds = race({"plain": plain, "int8": eager_int8})
-rows = [Latency("plain PyTorch", seconds["plain"])]
 int8_row = Latency("INT8 weights, eager", seconds["int8"], "plain PyTorch")
 called_int8 = operations_called(decode_step(eager_int8, ids))
-eager_int8.reset_prefix_cache()
+del eager_int8
 claim(
     "In plain PyTorch, INT8 weights make decoding slower.",
     seconds["int8"]["target"] > seconds["plain"]["target"],
     measured=True,
 )
-LatencyWaterfall("Step 2: a quarter of the bytes, in plain PyTorch", [*rows, int8_row])
+LatencyWaterfall("Step 2: a quarter of the bytes, in plain PyTorch", [Latency("plain PyTorch", seconds["plain"]), int8_row])
 
 # %%
 print(f"operations in one step: {called.total()} in float32, {called_int8.total()} with INT8 weights")
@@ -340,7 +340,6 @@ traffic = {
 }
 for label, size in traffic.items():
     print(f"{label}: {size} bytes per weight, {size * in_layers / 1e6:.0f} million for the layers")
-del eager_int8
 
 # %% [markdown]
 # **It loses.** PyTorch has no public operation that multiplies float32 activations by INT8 weights without quantising the
@@ -380,8 +379,9 @@ print("panel 1, column 0:", panels[48:64].astype(int), "← rows 16 to 19, and z
 # | `fma(a, b, sums)` | `a · b + sums`, lane by lane |
 # | `store(array, at, vector)` | write sixteen numbers from `array[at]` on |
 #
-# Compiled code does not check array bounds. So the check runs your function in a separate process, on arrays with NaN
-# around them, and reports every read or write past the end.
+# Compiled code does not check array bounds. So the check runs your function on arrays with NaN around them. On Linux
+# without a GPU it does so in a separate process, and reports every read or write past an end. Elsewhere it can miss a
+# read that does not change the result, and an access far outside can end the kernel of this notebook.
 
 # %%
 from numba import njit
@@ -416,9 +416,9 @@ check("l15.panel_product")
 
 # %% [markdown]
 # **Inside the engine.** Every linear layer of the plain model but the LM head now calls your function when it gets a single
-# row; prompts use PyTorch's product as before. Does the engine generate the same tokens?
+# row; prompts use PyTorch's product as before. Does the engine generate the same tokens, and how fast?
 
-# %%
+# %% tags=["nbval-ignore-output"]
 from minillm.teaching.latency import with_panel_products
 
 mine = use("l15.panel_product")
@@ -428,13 +428,11 @@ layers = with_panel_products(with_kernel, model, kernel)  # shares the weights o
 tokens = with_kernel.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
 print(f"{len(layers)} layers use your kernel, {sum(layer.calls for layer in layers)} calls")
 claim(f"With your product the engine generates the same {NEW_TOKENS} tokens.", tokens == expected)
-
-# %% tags=["nbval-ignore-output"]
 seconds = race({"plain": plain, "own": with_kernel})
+del with_kernel, layers
 own_row = Latency("own product, eager", seconds["own"], "plain PyTorch")
 own_gain = seconds["plain"]["target"] / seconds["own"]["target"]
 print(f"your own product: the new tokens are {own_gain:.2f} times as fast")
-del with_kernel, layers
 LatencyWaterfall("Your own product inside plain PyTorch", [Latency("plain PyTorch", seconds["plain"]), own_row])
 
 # %% [markdown]
@@ -580,10 +578,11 @@ claim(
     all(seconds["w8a8"][part] < seconds["compiled"][part] for part in ("prefill", "target")),
     measured=True,
 )
+w8a8_row = Latency("W8A8", seconds["w8a8"], "compiled step")
 rows = [
     Latency("plain PyTorch", seconds["plain"]),
     Latency("compiled step", seconds["compiled"], "plain PyTorch"),
-    Latency("W8A8", seconds["w8a8"], "compiled step"),
+    w8a8_row,
 ]
 LatencyWaterfall("Step 4: products of bytes", rows)
 
@@ -657,6 +656,7 @@ speculative = {"method": "draft_model", "model": draft_name, "num_speculative_to
 drafting = LLM(name, quantization="w8a8", speculative_config=speculative, **options)
 with drafting.trace() as trace:
     drafting.generate(others, params, use_tqdm=False)
+del drafting
 judged = [event for event in trace.of(TokensCommitted) if event.num_drafts]
 accepted = sum(event.num_accepted for event in judged)
 rejected = sum(event.num_accepted < event.num_drafts for event in judged)
@@ -670,7 +670,7 @@ from functools import partial
 
 my_gamma = use("l15.choose_gamma")
 draft_alone = LLM(draft_name, **options)
-parts = next(row for row in rows if row.name == "W8A8").seconds
+parts = w8a8_row.seconds
 between = (parts["python"] + parts["queue"] + parts["detokenise"]) / NEW_TOKENS  # seconds per step outside the model
 for each in (w8a8, draft_alone):
     each.engine.runner.run([Segment(ids, 0, list(range(14)))])
@@ -699,7 +699,6 @@ claim("Cheaper drafting is never a reason to draft fewer tokens.", my_gamma(acce
 # Now run it, with your γ (at least 1, to see what it does), and compare it with W8A8 alone.
 
 # %% tags=["nbval-ignore-output"]
-del drafting, trace
 config_of_draft = {**speculative, "num_speculative_tokens": max(1, gamma)}
 w8a8_engines = {
     "W8A8": w8a8,
@@ -789,7 +788,7 @@ rows = [
 final = min((row for row in rows if row.name != "W8A8, warm"), key=lambda row: row.total)
 by_name = {row.name: row for row in rows}
 print(
-    f"CPU time, cold: W8A8 {1000 * by_name['W8A8'].total:.0f} ms, the fastest ({final.name}) {1000 * final.total:.0f} ms"
+    f"CPU time (on Windows: wall-clock time), cold: W8A8 {1000 * by_name['W8A8'].total:.0f} ms, the fastest ({final.name}) {1000 * final.total:.0f} ms"
 )
 claim(
     "The compiled step is faster than plain PyTorch, and W8A8 is faster still.",
@@ -814,8 +813,8 @@ LatencyWaterfall("24 tokens after 200, one core: every step", rows)
 
 # %% [markdown]
 # The last line answers the question of this lesson, because its definition asks for wall-clock time. The bars show CPU
-# time, in which waiting for other programs does not count. Ways whose bars differ by a few milliseconds may change places in the next
-# run.
+# time (on Windows: wall-clock time), in which waiting for other programs does not count. Ways whose bars differ by a few
+# milliseconds may change places in the next run.
 #
 # **How far away is the floor?** Your `step_seconds`, with no calls at all, gives the least time of a completion: the
 # operations of the prompt at the highest rate that this lesson reached with the same arithmetic, and the bytes of 23 tokens
@@ -919,7 +918,7 @@ claim(
 #
 # | where | what |
 # |---|---|
-# | llama.cpp | the strongest peer for one request on a CPU: a graph of C kernels with no Python between them, weights repacked for the processor, `Q8_0` is W8A8 in blocks of 32; `minillm bench latency` and `decode` compare |
+# | llama.cpp | the strongest peer for one request on a CPU: a graph of C kernels with no Python between them, weights repacked for the processor, `Q8_0` is W8A8 in blocks of 32; `minillm bench decode` and `prefill` compare |
 # | vLLM | the same remedy on a GPU: CUDA graphs replace hundreds of launches by one; `enforce_eager=True` switches them off |
 # | gpt-fast | `torch.compile(mode="reduce-overhead")`: the compiler fuses operations, and CUDA graphs launch the step as one |
 # | oneDNN, OpenBLAS, BLIS | panels ("packing") and register tiles: Goto and van de Geijn 2008 is where they come from |

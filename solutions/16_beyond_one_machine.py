@@ -24,7 +24,8 @@
 # vLLM: it starts a second process, and both exchange their numbers through `torch.distributed`.
 #
 # You need lesson 1 (attention and the layer), lesson 3 (bytes and the roofline) and lesson 6 (the prefix cache).
-# Everything runs on a laptop's CPU; a process stands for a machine.
+# Everything runs on a laptop's CPU; a process stands for a machine. The text says two processes; for a model that two
+# cannot share, the first cell prints how many there are.
 
 # %%
 import os
@@ -247,11 +248,13 @@ claim(
 
 # %% tags=["expected"] alt="Cache pages of three requests with their block tables, as an engine of one process would show them."
 prompts = ["def fib(n):", "class Stack:\n    def push(self, item):\n", "import os\n\n\ndef walk(root):\n"]
-split = LLM(NAME, tensor_parallel_size=SIZE, device="cpu", num_kv_blocks=24, max_num_seqs=8)
+SPLIT = {"tensor_parallel_size": SIZE, "device": "cpu", "num_kv_blocks": 24, "max_num_seqs": 8}
+split = LLM(NAME, **SPLIT)
 traffic = split.engine.runner.model.group.traffic
 traffic.clear()
 with split.trace() as trace, LiveView(CachePagesView(trace), seconds=8):
     on_both = [output.outputs[0].token_ids for output in split.generate(prompts, GREEDY, use_tqdm=False)]
+del split  # ends the other process
 
 # %%
 alone = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
@@ -260,7 +263,7 @@ per_step = traffic.num_all_reduces / steps
 print(f"{steps} steps, {traffic.num_all_reduces} all-reduces, {traffic.num_all_gathers} all-gathers")
 print(f"per step: {per_step:g} all-reduces = 2 · {config.num_layers} layers + 1 for the embedding")
 reveal("l16.sums", (per_step - 1) / config.num_layers)
-claim("Two processes write the tokens of one.", on_both == alone)
+claim(f"{SIZE} processes write the tokens of one.", on_both == alone)
 claim("Two all-reduces per layer, and one for the embedding.", per_step == 2 * config.num_layers + 1)
 claim("One all-gather per step, for the logits.", traffic.num_all_gathers == steps)
 
@@ -284,7 +287,7 @@ claim("One all-gather per step, for the logits.", traffic.num_all_gathers == ste
 def all_reduce_seconds(num_bytes: float, size: int, bandwidth: float, latency: float) -> float:
     """Return the seconds of a ring all-reduce.
 
-    num_bytes: of the tensor on each rank
+    num_bytes: of the tensor on each rank; all chunks are equally long, even if that is no whole number of bytes
     size:      number of ranks; a rank that is alone sends nothing
     bandwidth: bytes per second that a rank sends
     latency:   seconds per step
@@ -325,9 +328,10 @@ LineChart(
 
 # %% tags=["nbval-ignore-output"]
 step_bytes = 4 * config.hidden_size
-print(f"a sum in a decode step of one request: {step_bytes:,} bytes")
-print(f"   latency {2 * LATENCY * 1e6:.0f} µs, its bytes {1e6 * step_bytes / BANDWIDTH:.1f} µs")
-claim("For one token the latency counts, not the bytes.", step_bytes / BANDWIDTH < 2 * LATENCY, measured=True)
+waits, sends = 2 * (SIZE - 1) * LATENCY, 2 * (SIZE - 1) * step_bytes / SIZE / BANDWIDTH
+print(f"a sum in a decode step of one request, over {SIZE} processes: {step_bytes:,} bytes")
+print(f"   latency {1e6 * waits:.0f} µs, its bytes {1e6 * sends:.1f} µs")
+claim("For one token the latency counts, not the bytes.", sends < waits, measured=True)
 
 # %% [markdown]
 # ## Measure
@@ -352,22 +356,25 @@ def median_ms(seconds: list[float]) -> float:
     return 1e3 * sorted(seconds)[len(seconds) // 2]
 
 
+split = LLM(NAME, **SPLIT)
+exchange = split.engine.runner.model.group.traffic
 decode, waiting = {}, {}
 print(f"{free_processors():.1f} processors are free, for {SIZE} processes")
 for batch in (1, 8):
     decode[batch, 1] = median_ms(decode_seconds(llm, batch))
-    traffic.clear()
+    exchange.clear()
     of_split = decode_seconds(split, batch)
     decode[batch, SIZE] = median_ms(of_split)
-    waiting[batch] = traffic.seconds / sum(of_split)
+    waiting[batch] = exchange.seconds / sum(of_split)
     print(
         f"{batch} request{' ' if batch == 1 else 's'}: one process {decode[batch, 1]:6.1f} ms a step, {SIZE} processes {decode[batch, SIZE]:6.1f} ms,"
         f" of which waiting {waiting[batch]:.0%}"
     )
+del split
 reveal("l16.waiting", round(100 * waiting[1]))
 sums = 2 * config.num_layers + 1
 print(f"waiting with 1 request: {waiting[1] * decode[1, SIZE]:.1f} ms a step; ", end="")
-print(f"{sums} sums by your formula: {1e3 * sums * my_seconds(step_bytes, 2, BANDWIDTH, LATENCY):.1f} ms")
+print(f"{sums} sums by your formula: {1e3 * sums * my_seconds(step_bytes, SIZE, BANDWIDTH, LATENCY):.1f} ms")
 own = {batch: (1 - waiting[batch]) * decode[batch, SIZE] for batch in (1, 8)}
 print(
     f"without waiting a step of the first process takes {own[1]:.1f} and {own[8]:.1f} ms; "
@@ -380,9 +387,6 @@ claim(
     min(ratios) > 0.6,
     measured=True,
 )
-
-# %%
-del split, traffic
 
 # %% [markdown]
 # Here splitting **does not pay**. With a processor for each, two processes should take half the time. The first line says
@@ -524,13 +528,18 @@ my_route = use("l16.route")
 DOCUMENTS, DOCUMENT_TOKENS = 8, 96
 documents = replicas.documents(llm, DOCUMENTS, DOCUMENT_TOKENS)
 room = {**PLAIN, "num_kv_blocks": 4 * (DOCUMENT_TOKENS // 16 + 1)}
-del llm, model, mlp
-engines = [LLM(NAME, **room) for _ in range(2)]
-prompts = replicas.requests(engines[0], documents, 96)
-results = {
-    "take turns": replicas.serve(engines, prompts, replicas.round_robin()),
-    "by prefix (yours)": replicas.serve(engines, prompts, my_route),
-}
+
+
+def served_by_two(requests: list[list[int]]) -> dict[str, replicas.Served]:
+    """What two replicas do with the requests, routed in either way."""
+    engines = [LLM(NAME, **room) for _ in range(2)]
+    return {
+        "take turns": replicas.serve(engines, requests, replicas.round_robin()),
+        "by prefix (yours)": replicas.serve(engines, requests, my_route),
+    }
+
+
+results = served_by_two(replicas.requests(llm, documents, 96))
 print(f"{'':20}{'cached tokens':>15}{'of all':>9}{'busiest replica':>18}")
 for name, served in results.items():
     print(f"{name:20}{served.num_cached:>15,}{served.hit_rate:>9.0%}{served.busiest:>18.0%}")
@@ -547,11 +556,7 @@ claim("No replica gets more than two thirds of the requests.", mine.busiest < 2 
 # almost idle.
 
 # %%
-hot = replicas.requests(engines[0], documents, 96, hot=0.9)
-skewed = {
-    "take turns": replicas.serve(engines, hot, replicas.round_robin()),
-    "by prefix (yours)": replicas.serve(engines, hot, my_route),
-}
+skewed = served_by_two(replicas.requests(llm, documents, 96, hot=0.9))
 print(f"{'9 of 10 about one':20}{'cached tokens':>15}{'of all':>9}{'busiest replica':>18}")
 for name, served in skewed.items():
     print(f"{name:20}{served.num_cached:>15,}{served.hit_rate:>9.0%}{served.busiest:>18.0%}")
@@ -560,7 +565,6 @@ claim(
     "And the gain is small: taking turns finds this document, too.",
     skewed["by prefix (yours)"].hit_rate < 1.3 * skewed["take turns"].hit_rate,
 )
-del engines
 
 # %% [markdown]
 # Routers in the field therefore weigh both: by prefix as long as the queues are balanced, by queue when they are not.

@@ -26,7 +26,7 @@
 #
 # You need lesson 4 (errors of rounding), lesson 5 (INT4 and INT8 weights), lesson 9 (merging parts of a softmax) and
 # lesson 13 (low rank, codebooks). Everything runs on a laptop's CPU. The code is that of `minillm.beside`, and
-# `minillm bench beside` measures the same ideas in larger sizes.
+# `minillm bench beside` measures the same ideas, some in larger sizes.
 
 # %%
 import os
@@ -236,7 +236,7 @@ def backward_in_chunks(run, chunks: list[tuple[int, int]], kept: torch.Tensor) -
     Call backward() once for each chunk.
     run(start, end, past) returns the loss of the tokens start to end, and their rows [end - start, width], which later
         chunks read. past: the rows of all tokens before start, [start, width]; if it requires a gradient, backward()
-        fills past.grad.
+        fills past.grad. The loss and the rows depend on it.
     chunks: (start, end) of each, in order; the first starts at 0
     kept: the rows of all tokens, [n, width], computed before, without a graph
 
@@ -469,7 +469,8 @@ def one_bit_and_exact(weight: torch.Tensor, count: int) -> tuple[torch.Tensor, t
 
     weight: [out, in]
     The count weights with the largest |W| of the whole matrix are exact: there both parts together are W. The exact part
-    is 0 elsewhere. A row's scale is the mean |W| of its other weights, or 0 if it has no others.
+    is 0 elsewhere. A row's scale is the mean |W| of its other weights, or 0 if it has no others. (Of equally large
+    weights any may be exact, but no more than count in all.)
 
     Example: [[1, -8, 2]], count 1: -8 is exact. The scale is (1 + 2) / 2 = 1.5, so signs alone give -1.5 there, and the
     exact part is [[0, -6.5, 0]].

@@ -175,6 +175,6 @@ def _by_common_fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Seque
         if problem and outcome.error is None
     ]
     try:
-        return common_fact(pairs, key.exercise.parts)
+        return common_fact(pairs, key.exercise.parts, compare=key.exercise.compare)
     except Exception:  # answers that cannot be compared must still be reported
         return ""

@@ -14,19 +14,23 @@ from torch import Tensor
 
 from minillm.teaching.compare import values_match
 from minillm.teaching.diagnosis_tensors import about_tensors
+from minillm.teaching.exercise import Compare
+from minillm.teaching.focus import without_conditions
 
 Pair = tuple[object, object]
 """The answer of the reference and the answer of the learner's function."""
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
-def common_fact(pairs: Sequence[Pair], names: Sequence[str] = (), what: str = "the answer") -> str:
+def common_fact(
+    pairs: Sequence[Pair], names: Sequence[str] = (), what: str = "the answer", compare: Compare = values_match
+) -> str:
     """A sentence about `what` that is true of every pair of a right and a wrong answer; "" if none is known.
 
-    `names`: those of the parts of an answer that is a tuple (`codes`, `scale`).
+    `names`: those of the parts of an answer that is a tuple (`codes`, `scale`); `compare`: the exercise's comparison.
     """
-    pairs = [(e, _as_python(e, g)) for e, g in pairs if values_match(e, g) is not None]
-    if not pairs:
+    pairs = [(without_conditions(e), without_conditions(_as_python(e, g))) for e, g in pairs if compare(e, g)]
+    if not pairs or not all(compare(e, g) for e, g in pairs):  # a condition is not met in one of them
         return ""
     if all(got is None and expected is not None for expected, got in pairs):
         return f"{what} is None: a path through the function ends without a return value"
@@ -34,7 +38,7 @@ def common_fact(pairs: Sequence[Pair], names: Sequence[str] = (), what: str = "t
         return f"{what} should be None, but it is not"
     parts = _parts(pairs, names)
     if parts is not None:
-        return _about_parts(parts, what)
+        return _about_parts(parts, compare)
     kinds = {type(value) for pair in pairs for value in pair}
     if kinds <= {int, float, bool}:
         return _subject(what, _about_numbers(pairs))
@@ -90,13 +94,13 @@ def _parts(pairs: Sequence[Pair], names: Sequence[str]) -> dict[str, list[Pair]]
     return found if all(len(each) == len(pairs) for each in found.values()) else None
 
 
-def _about_parts(parts: Mapping[str, list[Pair]], what: str) -> str:
-    """Which parts are wrong, and how the first of them is."""
-    wrong = {name: [pair for pair in each if values_match(*pair)] for name, each in parts.items()}
-    shown_first = sorted(wrong, key=lambda name: values_match(*parts[name][0]) is None)  # the first case is shown
+def _about_parts(parts: Mapping[str, list[Pair]], compare: Compare) -> str:
+    """Which parts are wrong, and how the first of them is that is wrong in every answer."""
+    wrong = {name: [pair for pair in each if compare(*pair)] for name, each in parts.items()}
+    shown_first = sorted(wrong, key=lambda name: compare(*parts[name][0]) is None)  # the first case is shown
     wrong = {name: wrong[name] for name in shown_first if wrong[name]}
-    facts = (common_fact(each, what=name) for name, each in wrong.items())
-    fact = next(filter(None, facts), "")
+    always = [name for name, each in wrong.items() if len(each) == len(parts[name])]
+    fact = next(filter(None, (common_fact(parts[name], what=name, compare=compare) for name in always)), "")
     if len(wrong) == 1 and len(parts) > 1:
         [name] = wrong
         return f"{fact.partition(';')[0] or name + ' is wrong'}; everything else is right"
@@ -108,6 +112,10 @@ def _about_parts(parts: Mapping[str, list[Pair]], what: str) -> str:
 
 def _about_numbers(pairs: Sequence[Pair]) -> str:
     numbers = [(e, g) for e, g in pairs]
+    if all(isinstance(e, bool) and not isinstance(g, bool) for e, g in numbers):
+        return "is a number, where a bool is wanted: write True or False"
+    if all(isinstance(g, bool) and not isinstance(e, bool) for e, g in numbers):
+        return "is a bool, where a number is wanted"
     if all(isinstance(g, float) and not isinstance(e, float) for e, g in numbers):
         return "is a float, where an int is wanted: / gives a float, // rounds down to a whole number"
     if all(g == 0 for _, g in numbers):

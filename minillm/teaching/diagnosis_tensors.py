@@ -27,8 +27,14 @@ def about_tensors(pairs: Sequence[Pair]) -> str:
 def close(expected: Tensor, got: Tensor) -> bool:
     """Whether shape and numbers are the same; the dtypes may differ."""
     return expected.shape == got.shape and torch.allclose(
-        got.double(), expected.double(), rtol=1e-3, atol=1e-5, equal_nan=True
+        got.double(), expected.double(), rtol=1e-3, atol=near_zero(expected), equal_nan=True
     )
+
+
+def near_zero(expected: Tensor) -> float:
+    """The largest difference that does not count beside the numbers of `expected`, which may be very small."""
+    sizes = expected[expected.isfinite()].abs()
+    return 1e-5 * min(1.0, sizes.max().item()) if len(sizes) else 0.0
 
 
 def _of_shape(pairs: Sequence[Pair]) -> str:
@@ -153,11 +159,15 @@ def _factor(pairs: Sequence[Pair]) -> str:
 def _offset(pairs: Sequence[Pair]) -> str:
     offsets = [got.double() - expected.double() for expected, got in pairs]
     first = [difference.flatten()[0] for difference in offsets if difference.numel()]
-    if not first or any(x.numel() < 2 or not torch.allclose(x, x.flatten()[0].expand_as(x)) for x in offsets):
+    if not first or any(x.numel() < 2 or not _same(x, x.flatten()[0]) for x in offsets):
         return ""
-    if not all(torch.allclose(value, first[0]) for value in first):
+    if not all(_same(value, first[0]) for value in first):
         return f"differs by one number everywhere, in this case {first[0].item():+.3g}"
     return f"differs by {first[0].item():+.3g} everywhere"
+
+
+def _same(numbers: Tensor, number: Tensor) -> bool:
+    return torch.allclose(numbers, number.expand_as(numbers), rtol=1e-4, atol=0.0)
 
 
 def _by_axis(pairs: Sequence[Pair]) -> str:
@@ -201,7 +211,8 @@ def _only_there(expected: Tensor, got: Tensor, chosen: tuple[int, slice]) -> boo
     axis, part = chosen
     if expected.dim() < -axis or expected.shape[axis] < 2:
         return False
-    wrong = ~torch.isclose(got.double(), expected.double(), rtol=1e-3, atol=1e-5, equal_nan=True).movedim(axis, 0)
+    right = torch.isclose(got.double(), expected.double(), rtol=1e-3, atol=near_zero(expected), equal_nan=True)
+    wrong = ~right.movedim(axis, 0)
     there = torch.zeros(len(wrong), dtype=torch.bool)
     there[part] = True
     return not wrong[~there].any() and bool(wrong[there].any())

@@ -9,38 +9,51 @@ import numpy as np
 import torch
 
 from minillm.teaching.compare import values_match
+from minillm.teaching.exercise import Compare
 from minillm.teaching.show import MAX_FULL, MAX_LINE, brief, kind, rows_of, short
 
 WINDOW = 2
 """Neighbours shown on each side of the first wrong number."""
 
 
-def focus(expected: Any, got: Any) -> tuple[str, Any, Any]:
+def without_conditions(answer: Any) -> Any:
+    """What a drive such as `drives.l16.own_outputs` returned, without the conditions that it tested, which are bools.
+
+    If then only what the function itself returned is left, it is no dict any more.
+    """
+    if not isinstance(answer, Mapping) or "returned" not in answer:
+        return answer
+    parts = {name: part for name, part in answer.items() if name == "returned" or not isinstance(part, bool)}
+    return parts if len(parts) > 1 else parts["returned"]
+
+
+def focus(expected: Any, got: Any, compare: Compare = values_match) -> tuple[str, Any, Any]:
     """The path of the first differing entry inside lists, tuples and dicts, and that entry on both sides.
 
-    The path is "" if the values differ as a whole: another type, length or set of keys, or plain values.
+    The path is "" if the values differ as a whole: another type, length or set of keys, or plain values. An answer that
+    a drive returned with conditions beside it is looked at without these (`without_conditions`).
     """
-    path = ""
+    path, expected, got = "", without_conditions(expected), without_conditions(got)
     while True:
-        step = next(((at, e, g) for at, e, g in _entries(expected, got) if values_match(e, g) is not None), None)
+        step = next(((at, e, g) for at, e, g in _entries(expected, got) if compare(e, g) is not None), None)
         if step is None:
             return path, expected, got
         path, expected, got = path + step[0], step[1], step[2]
 
 
-def in_words(expected: Any, got: Any) -> tuple[str, str]:
+def in_words(expected: Any, got: Any, compare: Compare = values_match) -> tuple[str, str]:
     """Both values for a report: in full if they are small, else the neighbourhood of the first difference."""
-    whole = short(expected), short(got)
+    whole = short(without_conditions(expected)), short(without_conditions(got))
     if max(map(len, whole)) <= MAX_LINE and not any("\n" in text for text in whole):
         return whole
     try:
-        return _around_the_difference(expected, got)
+        return _around_the_difference(expected, got, compare)
     except Exception:  # an answer that cannot be compared must still be shown
         return whole
 
 
-def _around_the_difference(expected: Any, got: Any) -> tuple[str, str]:
-    path, e, g = focus(expected, got)
+def _around_the_difference(expected: Any, got: Any, compare: Compare) -> tuple[str, str]:
+    path, e, g = focus(expected, got, compare)
     at = f"at {path}: " if path else ""
     if _arrays_of_one_shape(e, g):
         e, g = torch.as_tensor(e).detach().cpu(), torch.as_tensor(g).detach().cpu()

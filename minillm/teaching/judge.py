@@ -64,9 +64,9 @@ class Judge:
             cause=cause,
         )
         if outcome.error is None:
-            expected = self.key.expected(index)
+            expected, compare = self.key.expected(index), self.key.exercise.compare
             picture, drawing = _drawn(self.key.exercise, expected, outcome.value)
-            both = dict(zip(("expected", "got"), in_words(expected, outcome.value), strict=True))
+            both = dict(zip(("expected", "got"), in_words(expected, outcome.value, compare), strict=True))
             shown = replace(shown, picture=picture, drawing=drawing, **both)
         return CheckResult(self._name, Status.FAILED, list(problems).count(""), self._count, counterexample=shown)
 
@@ -121,7 +121,7 @@ class Judge:
 def _drawn(exercise: Exercise, expected: object, got: object) -> tuple[str, str]:
     """Expected and got as a picture, in text and in HTML; two empty texts if there is nothing to draw."""
     try:
-        pair = exercise.draw(expected, got) if exercise.draw else focus(expected, got)[1:]
+        pair = exercise.draw(expected, got) if exercise.draw else focus(expected, got, exercise.compare)[1:]
         cells = [cells_of(part) for part in pair or (None, None)]
     except Exception:  # an answer that cannot be drawn must still be reported
         return "", ""

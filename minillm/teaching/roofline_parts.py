@@ -147,6 +147,57 @@ def compiled_steps(name: str, context: int) -> CompiledSteps | str:
     return CompiledSteps(lambda: runner.run([segment]), lambda: runner.run(whole), size)
 
 
+@dataclass(frozen=True)
+class WholeStep:
+    """One step of the model: what it must do and read, and how long it took."""
+
+    kind: str
+    batch: int
+    context: int
+    operations: int
+    weight_bytes: int
+    kv_bytes: int
+    """Bytes of one request's cache."""
+    seconds: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it must read: the weights once, and the cache of every request."""
+        return self.weight_bytes + self.batch * self.kv_bytes
+
+
+def time_whole_steps(
+    model: Decoder, name: str, shapes: Sequence[tuple[int, int]], context: int
+) -> tuple[list[WholeStep], str]:
+    """Time a decode step of each (batch, context) of `shapes`, and the prefill of `context` tokens, in eager mode.
+
+    Where the machine can, one request's decode step at `context` tokens and the prefill are timed as compiled functions
+    too. Returns the steps, prefills last, and the reason why none is compiled, or "". No model or cache is kept.
+    """
+    plain, compiled = weight_bytes(model), compiled_steps(name, context)
+    steps = [("decode step, plain", batch, past, plain, decode_step(model, batch, past)) for batch, past in shapes]
+    prefills = [("prefill, plain", 1, context, plain, prefill(model, context))]
+    reason = compiled if isinstance(compiled, str) else ""
+    if isinstance(compiled, CompiledSteps):
+        steps.append(("decode step, compiled", 1, context, compiled.weight_bytes, compiled.decode))
+        prefills.append(("prefill, compiled", 1, context, compiled.weight_bytes, compiled.prefill))
+    steps += prefills
+    took = medians(time_in_turn({number: step[-1] for number, step in enumerate(steps)}))
+    pairs = context * (context + 1) // 2
+    return [
+        WholeStep(
+            kind,
+            batch,
+            past,
+            operations(model, past, pairs, 1) if "prefill" in kind else operations(model, batch, batch * past, batch),
+            weights,
+            kv_bytes(model.config, past),
+            took[number],
+        )
+        for number, (kind, batch, past, weights, _) in enumerate(steps)
+    ], reason
+
+
 def of_width(config: ModelConfig, hidden: int) -> Decoder:
     """A model with as many layers as `config`, `hidden` wide, with random weights."""
     heads, kv_heads = hidden // 64, max(1, hidden // 192)

@@ -16,6 +16,8 @@ MAX_LINE = 70
 MAX_CHARACTERS = 600
 MAX_FULL = 24
 """An array of up to so many numbers is shown in full where space is short."""
+SHOWN_AS_ZERO = 5e-5
+"""Numbers nearer to 0 than this have no digit left when four decimals are shown."""
 
 
 def kind(value: object) -> str:
@@ -122,8 +124,17 @@ def _array(tensor: torch.Tensor, name: str) -> str:
 def rows_of(tensor: torch.Tensor) -> str:
     """The numbers of a tensor, row by row, without brackets for dimensions of size 1 and without empty lines."""
     tensor = tensor.squeeze()
-    whole = not tensor.is_floating_point() or bool((tensor == tensor.round()).all() and (tensor.abs() < 1e6).all())
-    options = {"precision": 0, "suppress_small": True} if whole else {"precision": 4, "suppress_small": True}
     numbers = tensor.to(torch.float32) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    whole = not tensor.is_floating_point() or bool((tensor == tensor.round()).all() and (tensor.abs() < 1e6).all())
+    options: dict[str, object] = {"precision": 0 if whole else 4, "suppress_small": True}
+    if not whole and _loses_digits(numbers.abs()):
+        texts = [f"{number:.4g}" for number in numbers.flatten().tolist()]
+        width = max(map(len, texts))
+        options = {"formatter": {"float_kind": lambda number: f"{float(number):.4g}".rjust(width)}}
     text = np.array2string(numbers.numpy(), max_line_width=100, threshold=10**6, separator=", ", **options)
     return re.sub(r"\n\s*\n", "\n", text)
+
+
+def _loses_digits(sizes: torch.Tensor) -> bool:
+    """Whether four decimals show a number as 0 that is not, or leave two digits of the largest at most."""
+    return bool(((sizes > 0) & (sizes < SHOWN_AS_ZERO)).any() or (sizes < 1e-2).all())

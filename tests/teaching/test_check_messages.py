@@ -13,7 +13,7 @@ from minillm.teaching.check_function import check_function
 from minillm.teaching.compare import close, values_match
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.result import Status
-from minillm.teaching.show import short
+from minillm.teaching.show import brief, short
 
 
 def test_right_answer_passes_every_case(append_exercise):
@@ -373,6 +373,21 @@ def test_values_are_shown_without_what_goes_without_saying():
     assert short(list(range(20))).endswith("11, …]")
     assert short((1,)) == "(1,)"
     assert short(torch.tensor(2.5)) == "float32 tensor []: 2.5"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [
+        ([1e-20], "1e-20"),
+        ([0.9, 0.0, -1e-6], "[   0.9,      0, -1e-06]"),
+        ([0.00123, -0.0007891], "[   0.00123, -0.0007891]"),
+        ([0.5, 0.0007891], "[0.5   , 0.0008]"),
+        ([0.0, torch.nan], "[ 0., nan]"),
+        ([0.0, 0.0], "[0., 0.]"),
+    ],
+)
+def test_small_numbers_are_not_shown_as_zeros(numbers: list[float], shown: str):
+    assert brief(torch.tensor(numbers)) == f"float32 tensor [{len(numbers)}]: {shown}"
 
 
 def test_what_no_planted_mistake_explains_may_still_break_a_property(append_exercise):

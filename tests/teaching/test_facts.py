@@ -11,6 +11,7 @@ import torch
 from minillm.sampling import sample
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
+from minillm.teaching.compare import close
 from minillm.teaching.diagnosis_answers import common_fact
 from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.diagnosis_tensors import about_tensors
@@ -171,6 +172,9 @@ def test_a_factor_of_one_is_not_named_as_the_mistake():
         ([(3, 4), (9, 10)], "always 1 too large"),
         ([(3, 6), (9, 18)], "always 2 times"),
         ([(3, 3.5)], "is a float"),
+        ([(True, 1), (False, 0)], "is a number, where a bool is wanted: write True or False"),
+        ([(True, 1.0)], "is a number, where a bool is wanted"),
+        ([(3, True), (9, True)], "is a bool, where a number is wanted"),
         ([(3, np.int64(4)), (9, np.int64(10))], "always 1 too large"),
         ([(0.5, np.float64(1.5)), (2.0, np.float64(3.0))], "always 1 too large"),
         ([(2, np.float64(2.0))], "is of type float64 instead of int"),
@@ -188,6 +192,42 @@ def test_a_factor_of_one_is_not_named_as_the_mistake():
 def test_what_wrong_answers_have_in_common_with_the_right_ones(pairs: list[tuple[object, object]], words: str):
     said = common_fact(pairs, ("index", "table"))
     assert words in said and bool(words) == bool(said)
+
+
+def test_a_fact_about_a_part_needs_that_part_to_be_wrong_in_every_answer():
+    both, second = (([1, 2], 3), ([1], 4)), (([1, 2], 5), ([1, 2], 7))
+    assert "lacks its last entry" in common_fact([both], ("table", "index"))
+    assert common_fact([both, second], ("table", "index")) == "`index` is too large in every case that fails"
+
+
+TINY = torch.tensor([[1.0, 2.5], [3.0, 4.0]]) * 1e-20
+
+
+@pytest.mark.parametrize(
+    ("got", "words"), [(TINY * 3, "is 3 times"), (TINY**2 * 1e15, ""), (TINY + 1e-20 * torch.eye(2), "")]
+)
+def test_very_small_numbers_are_not_taken_for_zeros(got: torch.Tensor, words: str):
+    """`1e-5` beside numbers of this size is no rounding error."""
+    said = common_fact([((TINY, 1), (got, 1))], ("scale", "n"), compare=close(1e-4, 0.0))
+    assert said.startswith(f"`scale` {words or 'is wrong'}") and said.endswith("; everything else is right")
+
+
+def test_a_condition_that_a_drive_tested_is_no_part_of_the_answer():
+    def split_unevenly(parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return sum(part @ weight[:, r :: len(parts)].T for r, part in enumerate(parts)) + bias
+
+    def not_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        return (x @ weight.T + bias).chunk(size, 1)[rank]
+
+    shown = [
+        check_function("l16.row_parallel", split_unevenly).counterexample,
+        check_function("l16.column_parallel", not_split).counterexample,
+    ]
+    assert shown[0].cause == "" and "nothing is split" in shown[1].cause
+    assert all(text.startswith("float32 tensor [") for one in shown for text in (one.expected, one.got))
+    right = {"returned": [1, 2], "in parts": True}
+    assert common_fact([(right, {"returned": [1], "in parts": True})]).startswith("the answer lacks its last entry")
+    assert common_fact([(right, {"returned": [1, 2], "in parts": False})]) == ""
 
 
 def total(numbers: list[int]) -> int:

@@ -170,6 +170,27 @@ def test_an_exception_of_another_type_is_named(answer, kind: str):
     assert result.counterexample.cause == f"your function raises {kind} here, but should raise ValueError"
 
 
+@pytest.mark.parametrize("changed", [lambda new: new[:, :1], lambda new: new[..., :1], lambda new: new.flip(1)])
+def test_every_head_and_channel_has_its_own_number(changed):
+    def mixed_up(k: Tensor, v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+        return append_kv(k, v, past, changed(new_k).expand_as(new_k), new_v)
+
+    shown = check_function("l02.append_kv", mixed_up).counterexample
+    assert "each head and channel keeps its place" in shown.cause
+    assert "other numbers" in shown.got
+
+
+def test_a_check_after_the_writing_is_told_to_be_too_late():
+    def checks_last(k: Tensor, v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+        end = past + len(new_k)
+        k[past:end], v[past:end] = new_k, new_v
+        if end > len(k):
+            raise ValueError("full")
+        return k[:end], v[:end]
+
+    assert "it checks too late" in check_function("l02.append_kv", checks_last).counterexample.cause
+
+
 def test_two_views_in_a_list_pass():
     assert check_function("l02.append_kv", lambda *given: list(append_kv(*given))).passed
 

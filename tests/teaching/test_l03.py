@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +43,7 @@ from minillm.teaching.roofline_parts import (
     prefill,
     repeat_heads,
     time_linears,
+    time_whole_steps,
     weight_bytes,
     weights_per_row,
     with_kv_heads,
@@ -182,6 +186,13 @@ def test_fewer_kv_heads_in_the_config_alone_are_refused(grouped: Decoder, tmp_pa
         load_model(tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda pooled: pooled.flip(1), lambda pooled: pooled.mean(1, True).expand_as(pooled)]
+)
+def test_the_columns_of_a_projection_keep_their_places(change):
+    assert not check_function("l03.mean_pool_heads", lambda *given: change(mean_pool_heads(*given))).passed
+
+
 def test_counterexample_of_pooling_is_short_enough_to_redo_by_hand():
     report = str(
         check_function(find("l03.mean_pool_heads"), lambda weight, num_heads, num_kv_heads: weight[: len(weight) // 2])
@@ -216,6 +227,38 @@ def test_the_compiled_step_is_the_same_step_or_says_why_there_is_none(grouped: D
     steps = compiled_steps("minicoder", 16)
     assert steps.decode().shape == steps.prefill().shape
     assert steps.weight_bytes == pytest.approx(weight_bytes(load_model("minicoder", torch.float32)) / 2, rel=0.01)
+
+
+def test_whole_steps_are_timed_with_what_they_must_do_and_read(grouped: Decoder, tmp_path, monkeypatch):
+    def run_once(runs: dict[int, Callable[[], object]]) -> dict[int, list[float]]:
+        return {number: [float(len(run()) > 0)] for number, run in runs.items()}
+
+    monkeypatch.setattr("minillm.teaching.roofline_parts.time_in_turn", run_once)
+    save_llama(grouped, tmp_path, torch.float32)
+    steps, reason = time_whole_steps(grouped, str(tmp_path), [(1, 4), (3, 8)], 16)
+    assert "multiples of" in reason
+    assert [(step.kind, step.batch, step.context) for step in steps] == [
+        ("decode step, plain", 1, 4),
+        ("decode step, plain", 3, 8),
+        ("prefill, plain", 1, 16),
+    ]
+    assert [step.num_bytes - weight_bytes(grouped) for step in steps] == [
+        kv_bytes(grouped.config, n) for n in (4, 24, 16)
+    ]
+    assert [step.operations for step in steps] == [
+        operations(grouped, 1, 4, 1),
+        operations(grouped, 3, 24, 3),
+        operations(grouped, 16, 16 * 17 // 2, 1),
+    ]
+    compiled, reason = time_whole_steps(grouped, "minicoder", [], 16)
+    assert [step.kind for step in compiled] == ["decode step, compiled", "prefill, plain", "prefill, compiled"]
+    assert not reason and compiled[0].weight_bytes == compiled[2].weight_bytes > compiled[1].weight_bytes
+
+
+def test_no_cell_of_the_lesson_takes_a_name_away_that_another_one_reads():
+    """A cell that measures is run again, after all others."""
+    source = Path(__file__).parents[2] / "solutions" / "03_roofline.py"
+    assert not re.findall(r"^\w.* = None\b", source.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral, window", "qwen2", "qwen3", "smollm3"])

@@ -177,6 +177,50 @@ def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):
     assert cause in result.counterexample.cause
 
 
+@pytest.mark.parametrize("least", [1e-12, 1e-8, 1e-6])
+def test_a_limit_in_place_of_the_scale_one_is_named(least: float):
+    def limited(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+        scale = (x.abs().amax(-1).clamp_min(least) / levels).to(torch.bfloat16)
+        return (x / scale.float()[..., None]).round().to(torch.int8), scale
+
+    cause = check_function("l04.quantise_symmetric", limited).counterexample.cause
+    assert cause.startswith("a row of zeros must get the scale 1, and gets ")
+
+
+def test_a_fact_about_the_codes_says_nothing_of_a_scale_that_is_wrong_too():
+    def small_scales(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+        amax = x.abs().amax(-1)
+        scale = torch.where(amax == 0, 1.0, amax.clamp_min(1e-8) / levels).to(torch.bfloat16)
+        return (x / scale.float()[..., None]).round().to(torch.int8), scale
+
+    def small_ranges(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        _, scale, zero = quantise_per_channel(x, group_size)
+        scale = scale.clamp_min(1e-6)
+        codes = (x.unflatten(0, (-1, group_size)) - zero.float()[:, None]) / scale.float()[:, None]
+        return codes.round().clamp(0, 15).flatten(0, 1).to(torch.uint8), scale, zero
+
+    shown = check_function("l04.quantise_symmetric", small_scales).counterexample
+    assert shown.cause == "`codes` is 0 everywhere"
+    assert "1e-20" in shown.inputs["x"]
+    shown = check_function("l04.quantise_per_channel", small_ranges).counterexample
+    assert "`codes` and `scale` are wrong; everything else is right" in shown.cause
+
+
+def test_a_scale_that_alone_is_wrong_is_shown_and_named():
+    def limits_the_stored(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+        codes, scale = quantise_symmetric(x, levels)
+        return codes, scale.clamp_min(1e-6)
+
+    shown = check_function("l04.quantise_symmetric", limits_the_stored).counterexample
+    assert shown.cause == "`scale` is wrong; everything else is right"
+    assert "7.858e-23" in shown.expected and shown.expected != shown.got
+
+
+def test_bytes_counted_wrong_are_told_by_their_factor():
+    shown = check_function("l04.cache_bytes", lambda *given: 3 * cache_bytes(*given)).counterexample
+    assert "3 times too large" in shown.cause
+
+
 def test_a_scale_from_the_exact_minimum_is_named():
     def exact_minimum(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
         groups = x.split(group_size)

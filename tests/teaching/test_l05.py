@@ -13,7 +13,6 @@ from minillm.quantization.int4 import Int4
 from minillm.quantization.int8 import Int8
 from minillm.quantization.w8a8 import EXACT_COLUMNS, integer_product
 from minillm.teaching.check_function import check_function
-from minillm.teaching.exercises._l05_reference import restore_groups
 from minillm.teaching.exercises.l05_weights import (
     EXERCISES,
     GRID,
@@ -26,6 +25,12 @@ from minillm.teaching.exercises.l05_weights import (
 )
 
 SEEDS = st.integers(0, 10_000)
+
+
+def restore_groups(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The matrix that codes, scales and zero points stand for."""
+    grouped = codes.unflatten(1, (scale.shape[1], -1)).float()
+    return ((grouped - zero[..., None]) * scale.float()[..., None]).flatten(1)
 
 
 def matrix(seed: int, rows: int = 6, columns: int = 16) -> Tensor:
@@ -190,6 +195,19 @@ def _zero_point_not_limited(weight: Tensor, group_size: int) -> tuple[Tensor, Te
     return codes.flatten(1).to(torch.uint8), scale, zero.to(torch.uint8)
 
 
+def _zero_point_rounded_down(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    grouped = weight.unflatten(1, (-1, group_size))
+    _, scale, _ = quantise_groups(weight, group_size)
+    zero = (-grouped.amin(2).clamp_max(0) / scale.float()).floor().clamp(0, 15)
+    codes = ((grouped / scale.float()[..., None]).round() + zero[..., None]).clamp(0, 15)
+    return codes.flatten(1).to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+def _scale_of_tiny_tokens_limited(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    x_scale = (x.abs().amax(1, keepdim=True) / 127).clamp_min(1e-8)
+    return ((x / x_scale).round() @ codes.float().T) * x_scale * scale
+
+
 def _all_that_tie(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
     count = int(share * weight.numel())
     limit = weight.abs().flatten().sort(descending=True).values[count - 1] if count else float("inf")
@@ -209,6 +227,8 @@ def _loses_small_scales(answer: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         ("quantise_groups", lambda *given: _loses_small_scales(quantise_groups(*given)), ""),
         ("quantise_groups", _codes_not_limited, "does not clamp the codes"),
         ("quantise_groups", _zero_point_not_limited, "does not clamp the zero point"),
+        ("quantise_groups", _zero_point_rounded_down, "does not round the zero point to nearest"),
+        ("w8a8_linear", _scale_of_tiny_tokens_limited, "limits the scales of tokens from below"),
         ("split_outliers", _all_that_tie, "splits off all weights that are as large as the last outlier"),
     ],
 )

@@ -143,6 +143,29 @@ def _blocks_of_four(token_ids, known, block_size, salt):
     return find_prefix(token_ids, known, 4, salt)
 
 
+def _empties_the_index(token_ids, known, block_size, salt):
+    found = find_prefix(token_ids, known, block_size, salt)
+    for block in found:
+        known.pop(next(name for name, owner in known.items() if owner == block))
+    return found
+
+
+def _writes_into_a_temporary_tensor(block_table, index, free, ref_counts, keys, values, block_size):
+    old = block_table[index]
+    own_block(block_table, index, free, ref_counts, keys.clone(), values.clone(), block_size)
+    source, target = (slice(block * block_size, (block + 1) * block_size) for block in (old, block_table[index]))
+    for pool in (keys, values):
+        pool.flatten(1)[target] = pool.flatten(1)[source].clone()
+
+
+def _views_blocks_of_flat_slots(block_table, index, free, ref_counts, keys, values, block_size):
+    old = block_table[index]
+    own_block(block_table, index, free, ref_counts, keys.clone(), values.clone(), block_size)
+    for pool in (keys, values):
+        blocks = pool.view(len(pool) // block_size, -1)
+        blocks[block_table[index]] = blocks[old]
+
+
 def _takes_the_first_free_block(block_table, index, free, ref_counts, keys, values, block_size):
     free.reverse()
     own_block(block_table, index, free, ref_counts, keys, values, block_size)
@@ -165,9 +188,18 @@ def _copies_with_an_index_per_axis(block_table, index, free, ref_counts, keys, v
         pool[target, :, :] = pool[source, :, :].clone()
 
 
-def test_a_copy_may_index_every_axis_of_the_slots():
+def _copies_in_a_view_of_blocks(block_table, index, free, ref_counts, keys, values, block_size):
+    old = block_table[index]
+    own_block(block_table, index, free, ref_counts, keys.clone(), values.clone(), block_size)
+    for pool in (keys, values):
+        blocks = pool.reshape(-1, block_size, *pool.shape[1:])  # a view: the slots are divided, and nothing is joined
+        blocks[block_table[index]] = blocks[old]
+
+
+@pytest.mark.parametrize("answer", [_copies_with_an_index_per_axis, _copies_in_a_view_of_blocks])
+def test_a_copy_may_index_every_axis_of_the_slots_or_divide_them_into_blocks(answer):
     exercise = next(exercise for exercise in EXERCISES if exercise.function_name == "own_block")
-    assert check_function(exercise, _copies_with_an_index_per_axis).passed
+    assert check_function(exercise, answer).passed
 
 
 @pytest.mark.parametrize(
@@ -181,6 +213,9 @@ def test_a_copy_may_index_every_axis_of_the_slots():
         ("find_prefix", _finds_two_blocks, "never finds more than two blocks"),
         ("find_prefix", _hashes_after_the_first_block, "gives every later block the hash of the first block"),
         ("find_prefix", _blocks_of_four, "takes blocks of 4 tokens"),
+        ("find_prefix", _empties_the_index, "takes the blocks it finds out of known"),
+        ("own_block", _writes_into_a_temporary_tensor, "or only into a temporary tensor"),
+        ("own_block", _views_blocks_of_flat_slots, ""),
         ("own_block", _copies_one_slot_too_many, "copies one slot too many"),
         ("own_block", _takes_the_first_free_block, "takes the new block from the front of the free list"),
         ("own_block", _copies_both_ends, "copies only the first and the last slot"),

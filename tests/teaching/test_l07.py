@@ -110,6 +110,10 @@ def _weighted_sum(running: list[tuple[int, int]]) -> int:
     return max(range(len(running)), key=lambda i: 10 * running[i][0] + running[i][1])
 
 
+def _priority_times_a_thousand(running: list[tuple[int, int]]) -> int:
+    return max(range(len(running)), key=lambda i: 1000 * running[i][0] + running[i][1])
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "cause"),
     [
@@ -119,6 +123,7 @@ def _weighted_sum(running: list[tuple[int, int]]) -> int:
         ("admit", _any_free_block(lambda free: free <= 0), "as long as any block is free"),
         ("admit", _any_free_block(lambda free: free == 0), "stops only when exactly 0 blocks are free"),
         ("choose_victim", _weighted_sum, "adds the priority and the arrival number"),
+        ("choose_victim", _priority_times_a_thousand, "adds the priority and the arrival number"),
     ],
 )
 def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):

@@ -109,6 +109,7 @@ def test_a_set_without_keys_for_one_query_says_nothing_about_the_others(every):
         ("decode_kernel", ('score, float("-inf")', "score, -1000.0"), "such as -100 or -10000"),
         ("decode_kernel", ('score, float("-inf")', "score, -10000.0"), "such as -100 or -10000"),
         ("merge_kernel", ("tl.max(lse, 0)", "tl.load(lse_ptr + row * SPLITS)"), "subtracts the lse of the first part"),
+        ("merge_kernel", ("tl.max(lse, 0)", "tl.sum(lse, 0) / SPLITS"), "subtracts the smallest lse or a mean"),
     ],
 )
 def test_kernels_that_once_passed_are_caught_and_named(name: str, change: tuple[str, str], cause: str):

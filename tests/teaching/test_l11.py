@@ -135,6 +135,19 @@ def test_the_loss_is_zero_for_a_perfect_draft_and_minus_the_log_of_acceptance():
         ("distil_loss", lambda p, q: distil_loss(p, q.detach()), "without a gradient"),
         ("distil_loss", lambda p, q: 2 * distil_loss(p, q) - distil_loss(p, q).detach(), "its gradient is not"),
         ("choose_drafts", lambda survival, seconds: [9] * len(survival), "from 0 to all of its drafts"),
+        (
+            "choose_drafts",
+            lambda survival, seconds: [2] if seconds == [1.0, 1.5, 2.0] else choose_drafts(survival, seconds),
+            "of equally fast numbers of drafts, the fewest is wanted",
+        ),
+        (
+            "choose_drafts",
+            lambda survival, seconds: (
+                {(1.0, 1.0, 1.1, 4.0): [1, 1], (1.0, 1.5, 2.0): [2]}.get(tuple(seconds))
+                or choose_drafts(survival, seconds)
+            ),
+            "of equally probable drafts, those of an earlier request come first",
+        ),
     ],
 )
 def test_likely_wrong_answers_are_named(name: str, answer, cause: str):
@@ -197,13 +210,32 @@ def test_predictions_use_prices_and_counts_only(engine: LLM):
 
 
 def test_prices_become_costs_that_never_fall_with_more_rows():
-    one = drafting.Prices(1, 1, 1.1, 0.2, 1.2), drafting.Prices(1, 4, 1.0, 0.5, 1.6)
-    many = drafting.Prices(8, 1, 1.6, 0.3, 2.5), drafting.Prices(8, 4, 1.5, 0.78, 4.0)
+    one = drafting.Prices(1, 1, 1.0, 0.2, 1.2), drafting.Prices(1, 4, 1.0, 0.5, 1.6)
+    many = drafting.Prices(8, 1, 1.5, 0.3, 2.5), drafting.Prices(8, 4, 1.5, 0.78, 4.0)
     assert (one[1].c, one[1].row) == pytest.approx((0.125, 0.15))
     costs = drafting.costs_of(one, many)
-    assert costs.forward == {1: 1.0, 2: 1.2, 5: 1.6, 8: 1.6, 16: 2.5, 40: 4.0}
+    assert costs.forward == pytest.approx({1: 1.0, 2: 1.2, 5: 1.6, 8: 1.6, 16: 2.5, 40: 4.0})
     assert [costs.draft(*n) for n in ((1, 1), (1, 4), (8, 4))] == pytest.approx([0.2, 0.5, 0.78])
     assert drafting.costs_of(one, many, has_model=False).draft(8, 4) == 0
+
+
+def test_prices_timed_while_the_machine_was_slower_become_the_same_costs():
+    """One draft and four, for one request and for eight; the steps of one were timed 1.6 times slower."""
+    one = [drafting.Prices(1, 1, 1.0, 0.1, 1.1), drafting.Prices(1, 4, 1.0, 0.4, 1.4)]
+    many = [drafting.Prices(8, 1, 3.0, 0.3, 3.6), drafting.Prices(8, 4, 3.0, 1.2, 5.4)]
+    wanted = drafting.costs_of(one, many)
+    assert wanted.draft(1, 4) + wanted.target(5, 0) == pytest.approx(1.8), "a round, as the prices say"
+    for prices in (one, many):
+        for i, price in enumerate(prices):
+            slower = drafting.Prices(
+                price.batch, price.gamma, 1.6 * price.plain, 1.6 * price.drafting, 1.6 * price.verifying
+            )
+            with_slower = [*prices[:i], slower, *prices[i + 1 :]]
+            costs = drafting.costs_of(*((with_slower, many) if prices is one else (one, with_slower)))
+            assert costs.forward == pytest.approx(wanted.forward)
+            assert [costs.draft(*n) for n in ((1, 1), (1, 4), (8, 1), (8, 4))] == pytest.approx(
+                [wanted.draft(*n) for n in ((1, 1), (1, 4), (8, 1), (8, 4))]
+            )
 
 
 def test_prices_are_positive(engine: LLM):

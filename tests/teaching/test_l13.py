@@ -313,6 +313,17 @@ def test_recorded_attention_sums_to_one_and_is_that_of_the_plain_model(model: De
             lambda q, c: absorb_centres(q, c) * torch.tensor([1.0, 3.0]).view(2, 1, 1),
             "turned by a quarter",
         ),
+        ("absorb_centres", lambda q, c: absorb_centres(q, c).flip(2), "in reverse order along the last dimension"),
+        (
+            "absorb_centres",
+            lambda q, c: torch.stack((absorb_centres(q, c)[0].flip(1), absorb_centres(q, c)[1])),
+            "the table holds the right numbers in other places",
+        ),
+        (
+            "absorb_centres",
+            lambda q, c: torch.stack((2 * absorb_centres(q, c)[0], absorb_centres(q, c)[1])),
+            "table[0] summed over pairs is query · centre, 6 for the first centre; yours gives 12",
+        ),
         ("kept_clusters", lambda *a: ~kept_clusters(*a), "left out"),
         ("kept_clusters", lambda q, c, n, t: kept_clusters(q, c, n, 3 * t), "the threshold is"),
     ],

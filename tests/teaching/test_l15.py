@@ -43,6 +43,15 @@ def test_parts_always_sum_to_the_whole(taken: list[tuple[float, str]]):
     assert sum(parts.values()) == pytest.approx(ends[-1] if ends else 0.0, abs=1e-9)
 
 
+def test_a_run_may_begin_with_any_mark():
+    """The lesson cuts the marks of a run."""
+
+    def from_start(marks):
+        return attribute(marks[[name for _, name in marks].index("Start") :])
+
+    assert not check_function("l15.attribute", from_start).passed
+
+
 def test_parts_are_those_that_the_picture_draws_in_the_same_order():
     assert tuple(COLOURS) == PARTS
 

@@ -10,17 +10,19 @@ from torch import Tensor
 from minillm.teaching.exercise import Function
 
 HEADS, WIDTH = 2, 3
+PLACES = torch.arange(HEADS * WIDTH).view(HEADS, WIDTH) / 8
+"""What each head and channel adds to the number of its row, so that none can be taken for another."""
+NO_ROW = "other numbers"
 
 
 def use_append(append: Function, capacity: int, past: int, num_new: int) -> dict[str, object]:
-    """Run `append` on a cache whose row i holds i + 1 for keys and 10 · (i + 1) for values.
+    """Run `append` on a cache whose row i has the number i + 1 for keys and 10 · (i + 1) for values.
 
     Unused rows hold what an earlier text left there: -1 and -10. So a counterexample is a few lists of numbers. It
     also says whether the returned rows are views of the cache.
     """
-    cache_k, cache_v = (
-        torch.cat((_rows(0, past, s), torch.full((capacity - past, HEADS, WIDTH), -float(s)))) for s in (1, 10)
-    )
+    unused = torch.ones(capacity - past)
+    cache_k, cache_v = (torch.cat((_rows(0, past, s), _filled(-s * unused))) for s in (1, 10))
     raised = "nothing"
     try:
         returned = append(cache_k, cache_v, past, _rows(past, num_new, 1), _rows(past, num_new, 10))
@@ -50,16 +52,20 @@ def _is_intended(error: Exception) -> bool:
 
 
 def _rows(first: int, count: int, scale: int) -> Tensor:
-    numbers = scale * torch.arange(first + 1, first + count + 1).float()
-    return numbers.view(-1, 1, 1).repeat(1, HEADS, WIDTH)
+    return _filled(scale * torch.arange(first + 1, first + count + 1).float())
+
+
+def _filled(numbers: Tensor) -> Tensor:
+    return numbers.view(-1, 1, 1) + PLACES
 
 
 def _read(rows: object) -> object:
-    """Return the number that fills each row, or `rows` unchanged if some row holds different numbers."""
+    """The number of each row, or `NO_ROW` where the numbers are those of none; `rows` if they have another shape."""
     if not isinstance(rows, Tensor) or rows.shape[1:] != (HEADS, WIDTH):
         return rows
-    filled = torch.equal(rows, rows[:, :1, :1].expand_as(rows))
-    return [int(number) for number in rows[:, 0, 0]] if filled else rows
+    numbers = rows[:, 0, 0].round()
+    right = (rows == _filled(numbers)).all((1, 2))
+    return [int(number) if fits else NO_ROW for number, fits in zip(numbers, right, strict=True)]
 
 
 def _same_memory(rows: object, cache: Tensor) -> bool:

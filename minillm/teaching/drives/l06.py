@@ -22,7 +22,10 @@ def full_block_hashes(token_ids: list[int], block_size: int = 4, salt: str = "")
 
 
 def use_find(find: Function, known: dict[str, int], token_ids: list[int], salt: str, block_size: int = 4) -> object:
-    """Call `find` with block hashes for the keys of `known`, which describe contents in words."""
+    """Call `find` with block hashes for the keys of `known`, which describe contents in words.
+
+    If `find` changes its dictionary, `known` is changed in the same way.
+    """
     hash_of = {
         "tokens 11 to 14": full_block_hashes(TEXT)[0],
         "tokens 21 to 24 after those": full_block_hashes(TEXT)[1],
@@ -34,22 +37,28 @@ def use_find(find: Function, known: dict[str, int], token_ids: list[int], salt: 
         "tokens 11 and 12": full_block_hashes(TEXT, 2)[0],
         "tokens 13 and 14 after those": full_block_hashes(TEXT, 2)[1],
     }
-    return find(token_ids, {hash_of[words]: block for words, block in known.items()}, block_size, salt)
+    by_hash = {hash_of[words]: block for words, block in known.items()}
+    found = find(token_ids, by_hash, block_size, salt)
+    words_of = {block_hash: words for words, block_hash in hash_of.items()}
+    known.clear()
+    known.update({words_of.get(block_hash, "another hash"): block for block_hash, block in by_hash.items()})
+    return found
 
 
 def use_own(own: Function, block_table: list[int], index: int, ref_counts: list[int]) -> dict[str, object]:
     """Call `own` on seven blocks of three slots, of which 6 and 3 are free.
 
-    Both channels of slot i hold i + 1 in `keys` and 10 · (i + 1) in `values`.
+    Both channels of both layers of slot i hold i + 1 in `keys` and 10 · (i + 1) in `values`. The slots are views of
+    caches `[layers, slots, channels]`, as in the engine, so that flattening or reshaping them makes a temporary tensor.
     """
     table, counts, free = list(block_table), list(ref_counts), [6, 3]
-    keys = torch.arange(1.0, 22.0)[:, None, None].repeat(1, 1, 2)
+    keys = torch.arange(1.0, 22.0)[None, :, None].repeat(2, 1, 2).transpose(0, 1)
     values = 10 * keys
     own(table, index, free, counts, keys, values, 3)
     return {
         "block_table": table,
         "ref_counts": counts,
         "free": free,
-        "keys": keys[:, 0].int().tolist(),
-        "values": values[:, 0].int().tolist(),
+        "keys": keys.flatten(1).int().tolist(),
+        "values": values.flatten(1).int().tolist(),
     }

@@ -72,11 +72,11 @@ def own_outputs(function: Function, x: Tensor, weight: Tensor, bias: Tensor, ran
     """The outputs of a rank, and whether no product had more results than these."""
     with Products() as products:
         found = function(x, weight, bias, rank, size)
-    return {"outputs": found, "own outputs only": products.results <= len(x) * len(weight) // size}
+    return {"returned": found, "own outputs only": products.results <= len(x) * len(weight) // size}
 
 
 def sums_of_parts(function: Function, parts: Sequence[Tensor], weight: Tensor, bias: Tensor) -> dict[str, object]:
     """The outputs, and whether each product added up the inputs of one rank only."""
     with Products() as products:
         found = function(parts, weight, bias)
-    return {"outputs": found, "a product for each rank": products.inputs <= parts[0].shape[1]}
+    return {"returned": found, "a product for each rank": products.inputs <= parts[0].shape[1]}

@@ -41,7 +41,7 @@ def lse_of_tiles(function: Function, x: Tensor, y: Tensor, temperature: float, t
         found = function(x, y, temperature, tile)
     parts = len(x) * -(-len(y) // tile) if tile > 1 else 0  # tiles of one column are all similarities
     room = max(len(x) * (tile + 1), parts, x.numel(), tile * y.shape[1])
-    return {"log-sum-exp": found, "one tile at a time": largest.numbers <= room}
+    return {"returned": found, "one tile at a time": largest.numbers <= room}
 
 
 def product(function: Function, x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> dict[str, object]:
@@ -51,11 +51,12 @@ def product(function: Function, x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> d
         found = function(x, u, s, v)
     products = (*(part.numel() for part in (u, s, v)), len(v) * u.shape[0] * u.shape[1])
     room = max(x.numel(), len(x) * max(products))
-    return {"product": found, "without the matrix": largest.numbers <= room}
+    return {"returned": found, "without the matrix": largest.numbers <= room}
 
 
 class TinyText:
-    """A text of one attention layer: a token's row is its key and its value, and each token predicts the next."""
+    """A text of one attention layer: a token's row, made of the token and the row before, is its key and its value.
+    Each token predicts the next."""
 
     def __init__(self, tokens: Tensor, weight: Tensor) -> None:
         """`tokens`: `[n, d]`; `weight`: `[d, d]`, a leaf that makes the rows."""
@@ -63,7 +64,10 @@ class TinyText:
 
     def run(self, start: int, end: int, past: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of tokens `start` to `end`, and their rows `[end - start, d]`, which later chunks read."""
-        rows = torch.tanh(self.tokens[start:end] @ self.weight)
+        made = [past[-1] if start else torch.zeros(self.tokens.shape[1])]
+        for token in self.tokens[start:end]:
+            made.append(torch.tanh((token + made[-1]) @ self.weight))
+        rows = torch.stack(made[1:])
         keys = torch.cat((past, rows))
         hidden = torch.ones(len(rows), len(keys), dtype=torch.bool).triu(len(past) + 1)
         scores = (self.tokens[start:end] @ keys.T).masked_fill(hidden, -torch.inf)
@@ -98,4 +102,4 @@ def gradients(
     room = 1.4 * text.most_bytes(chunks, kept)
     with SavedBytes(torch.nn.Module()) as saved:
         sent = function(text.run, chunks, kept.clone())
-    return {"sent": sent, "gradient of the weight": text.weight.grad, "one graph at a time": saved.peak <= room}
+    return {"returned": sent, "gradient of the weight": text.weight.grad, "one graph at a time": saved.peak <= room}

@@ -17,6 +17,17 @@ def unless(attempt: Attempt, condition: str, otherwise: str) -> str | None:
     return None if attempt.got[condition] else otherwise  # type: ignore[index]
 
 
+def about_factor(attempt: Attempt) -> str | None:
+    """The factor between a number and the right one: it hints at what was left out or counted twice."""
+    got, expected = attempt.got, attempt.expected
+    if not isinstance(got, (int, float)) or isinstance(got, bool) or not expected > 0:  # type: ignore[operator]
+        return None
+    if not got > 0:
+        return "your result must be above 0 here"
+    times, side = (got / expected, "large") if got > expected else (expected / got, "small")  # type: ignore[operator]
+    return f"your result is {times:.4g} times too {side} here: which inputs explain this factor?"
+
+
 def about_tensor(expected: Tensor, got: object, axes: Sequence[str], name: str = "the result") -> str | None:
     """Which numbers are wrong, and what they have in common. `axes`: what each dimension counts ("row", "column")."""
     if not isinstance(got, Tensor) or got.shape != expected.shape or not got.is_floating_point():

@@ -33,10 +33,6 @@ def _divides_by_zero(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     return (x / scale.float()[..., None]).round().clamp(-levels, levels).nan_to_num().to(torch.int8), scale
 
 
-def _limited(least: float) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
-    return lambda x, levels: _codes(x, x.abs().amax(-1).clamp_min(least) / levels, levels)
-
-
 def _stores_a_limited_scale(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     codes, scale = quantise_symmetric(x, levels)
     return codes, scale.clamp_min(1e-5)
@@ -104,8 +100,6 @@ SYMMETRIC = (
         lambda x, levels: _codes(x, 2 * x.abs().amax(-1) / levels, levels),
     ),
     WrongVersion("divides by zero when a row is all zeros", _divides_by_zero),
-    WrongVersion("limits the scale from below, by 1e-8 / levels; a row of zeros must get the scale 1", _limited(1e-8)),
-    WrongVersion("limits the scale from below, by 1e-5 / levels; a row of zeros must get the scale 1", _limited(1e-5)),
     WrongVersion(
         "limits all scales from below by a constant, which is too coarse for rows of small numbers", _with_epsilon
     ),
@@ -149,6 +143,11 @@ def _halves(codes: Tensor) -> Tensor:
     return pack_int4(torch.stack(codes.chunk(2, -1), -1).flatten(-2))
 
 
+def _second_dimension(codes: Tensor) -> Tensor:
+    even, odd = (codes[:, ::2], codes[:, 1::2]) if codes.dim() > 1 else (codes[::2], codes[1::2])
+    return (even.to(torch.uint8) & 15) | (odd.to(torch.uint8) << 4)
+
+
 PACK = (
     WrongVersion("puts the first code of a pair into the high half", _first_one_high),
     WrongVersion("lets the sign bits of a negative code overwrite its neighbour", _signs_overwrite),
@@ -168,6 +167,7 @@ PACK = (
     ),
     WrongVersion("does not pack: one code to a byte", lambda codes: codes.to(torch.uint8) & 15),
     WrongVersion("returns int8 instead of uint8", lambda codes: pack_int4(codes).view(torch.int8)),
+    WrongVersion("pairs codes along the second dimension, [:, ::2]; the last one is [..., ::2]", _second_dimension),
 )
 
 # -------------------------------------------------------------------------------------------------------- unpack_int4
@@ -220,6 +220,10 @@ UNPACK = (
     WrongVersion("returns only the high halves", lambda packed: unpack_int4(packed)[..., 1::2]),
     WrongVersion(
         "keeps the high half in a dimension of its own", lambda packed: unpack_int4(packed).unflatten(-1, (-1, 2))
+    ),
+    WrongVersion(
+        "flattens from dimension 1 on; only the last two dimensions become one",
+        lambda packed: unpack_int4(packed).flatten(min(1, packed.dim() - 1)),
     ),
     WrongVersion(
         "reads the whole byte as the low half (& 15 is missing)",

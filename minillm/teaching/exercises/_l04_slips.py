@@ -28,6 +28,10 @@ SYMMETRIC = wrong_versions(
         ),
         "treats a row of very small numbers as a row of zeros": ("amax == 0", "amax < 5e-6"),
         "gives a row of zeros a scale other than 1": ("0, 1.0", "0, 2.0"),
+        "gives the scale 1 to every row that has a zero, not only to rows of zeros": (
+            "amax == 0",
+            "(x == 0).any(-1)",
+        ),
         "never gives the largest code: the limits are one level too narrow": (
             "clamp(-levels, levels)",
             "clamp(1 - levels, levels - 1)",

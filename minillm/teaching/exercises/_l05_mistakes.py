@@ -198,6 +198,10 @@ LINEAR = (
         _by_activation_scale(lambda amax: amax.clamp_min(1e-5) / 127),
     ),
     WrongVersion(
+        "limits the scales of tokens from below, if only by a number such as 1e-8: only a token of zeros needs another",
+        _by_activation_scale(lambda amax: (amax / 127).clamp_min(1e-8)),
+    ),
+    WrongVersion(
         "does not transpose the weight",
         lambda x, codes, scale: quantise_rows(x)[0].float() @ codes.float() * quantise_rows(x)[1][:, None] * scale,
     ),

@@ -47,12 +47,6 @@ def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
     return codes.flatten(1).to(torch.uint8), scale, zero.to(torch.uint8)
 
 
-def restore_groups(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The matrix `[out, in]` float32 that codes, scales and zero points of `quantise_groups` stand for."""
-    grouped = codes.unflatten(1, (scale.shape[1], -1)).float()
-    return ((grouped - zero[..., None]) * scale.float()[..., None]).flatten(1)
-
-
 def awq_scale(weight: Tensor, x: Tensor, rounded: Rounding, exponents: Sequence[float]) -> tuple[float, Tensor]:
     """Return the exponent a, and s = mean|x|^a per input channel, with the least ‖Q(W s)(x / s) − W x‖².
 

@@ -88,7 +88,7 @@ GROUPS = wrong_versions(
             "scale.float()).round().clamp(0, 15)",
             "scale.float()).round().clamp(0, 14)",
         ),
-        "adds a zero point that is not rounded": ("scale.float()).round().clamp", "scale.float()).clamp"),
+        "does not round the zero point to nearest": ("scale.float()).round().clamp", "scale.float()).clamp"),
         "multiplies by the scale to find the zero point, instead of dividing": ("-low / scale", "-low * scale"),
         "uses the smallest weight as the zero point, without dividing by the scale": (
             "(-low / scale.float())",

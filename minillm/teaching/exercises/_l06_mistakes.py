@@ -350,6 +350,14 @@ def _found_hashes(token_ids: list[int], known: dict[bytes, int], block_size: int
     return _hashes(token_ids, block_size, True, salt)[: len(find_prefix(token_ids, known, block_size, salt))]
 
 
+def _takes_out(token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str) -> list[int]:
+    found = find_prefix(token_ids, known, block_size, salt)
+    for block_hash, block in list(known.items()):
+        if block in found:
+            del known[block_hash]
+    return found
+
+
 def _of(change: Callable[[list[int]], list[int]]) -> Finding:
     return lambda token_ids, known, size, salt: change(find_prefix(token_ids, known, size, salt))
 
@@ -375,6 +383,7 @@ PREFIX = (
     ),
     WrongVersion("treats block 0 as no block: 0 is a block id, but false in an `if`", _zero_is_false),
     WrongVersion("forgets the salt", lambda token_ids, known, size, salt: find_prefix(token_ids, known, size, "")),
+    WrongVersion("takes the blocks it finds out of known, so that no other request finds them", _takes_out),
     WrongVersion("never finds more than the first block", _of(lambda found: found[:1])),
     WrongVersion("never finds more than two blocks", _of(lambda found: found[:2])),
     WrongVersion(
@@ -481,7 +490,9 @@ def _no_owner(
 
 OWN = (
     WrongVersion(
-        "copies nothing, so the new block keeps the contents of an earlier request", _owning(copy=lambda *args: None)
+        "copies nothing, or only into a temporary tensor (flatten and reshape may return one), so the new block keeps "
+        "the contents of an earlier request",
+        _owning(copy=lambda *args: None),
     ),
     WrongVersion("copies the keys and forgets the values", _owning(copy=_copy_keys)),
     WrongVersion("copies the values and forgets the keys", _owning(copy=_copy_values)),

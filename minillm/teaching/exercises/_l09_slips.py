@@ -142,7 +142,10 @@ MERGE_KERNEL: Edits = {
         "tl.max(lse, 0)",
         "tl.load(lse_ptr + row * SPLITS)",
     ),
-    "subtracts the smallest lse, so that large differences overflow": ("tl.max(", "tl.min("),
+    "subtracts the smallest lse or a mean instead of the largest one, so that large differences overflow": (
+        "tl.max(",
+        "tl.min(",
+    ),
     "uses lse minus the largest as the weight, without the exponential": (
         "tl.exp(lse - tl.max(lse, 0))",
         "lse - tl.max(lse, 0)",

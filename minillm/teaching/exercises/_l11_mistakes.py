@@ -207,6 +207,13 @@ def _prefers_enough(token_ids: list[int], shortest: int, longest: int, count: in
     return []
 
 
+def _searches_again(token_ids: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    text = list(token_ids)
+    for _ in range(count):
+        text += ngram_propose(text, shortest, longest, 1)
+    return text[len(token_ids) :]
+
+
 NGRAM = (
     WrongVersion("takes the earliest occurrence; the latest one decides", _of_kind(earliest=True)),
     WrongVersion(
@@ -220,6 +227,7 @@ NGRAM = (
     ),
     WrongVersion("takes an earlier occurrence because more tokens follow it; the latest one decides", _prefers_enough),
     WrongVersion("repeats the last draft at the end of the text; repeat from the first one", _repeats_the_last),
+    WrongVersion("searches again after each draft; the first match decides all drafts", _searches_again),
     WrongVersion("misses occurrences that overlap the last n tokens", _without_overlap),
     WrongVersion("misses the occurrence one token before the end", _of_kind(distance=2)),
     WrongVersion("proposes the matched tokens again; propose those that followed them", _returns_the_match),

@@ -69,6 +69,17 @@ SECONDS = wrong_versions(
             _MOST,
             "read / machine.bandwidth + operations / machine.flops",
         ),
+        "takes the longer time for the weights and for the cache separately: all bytes are read while all operations "
+        "are computed": (
+            f"{_READ}\n    {_OPERATIONS}\n    return {_MOST}",
+            "of_weights = shape.weight_bytes / machine.bandwidth, 2 * batch * rows * shape.parameters / machine.flops\n"
+            "    of_token = shape.kv_bytes / machine.bandwidth, rows * shape.attention_flops / machine.flops\n"
+            "    return max(of_weights) + batch * context * max(of_token)",
+        ),
+        "reads two bytes for each parameter, whatever weight_bytes says": (
+            _READ,
+            _READ.replace("shape.weight_bytes", "2 * shape.parameters"),
+        ),
         "takes the shorter of the two times": (_MOST, _MOST.replace("max", "min")),
         "counts only what is read": (_MOST, "read / machine.bandwidth"),
         "counts only the operations": (_MOST, "operations / machine.flops"),
@@ -259,6 +270,11 @@ def _full_blocks_only(attention: Tensor, block_size: int, count: int, most: int)
     return snapkv_blocks(attention[:, :full], block_size, count, most)
 
 
+def _mean_of_blocks(attention: Tensor, block_size: int, count: int, most: int) -> list[int]:
+    filled = torch.tensor([len(block) for block in attention[0].split(block_size)])
+    return snapkv_blocks(attention / filled.repeat_interleave(filled), block_size, count, most)
+
+
 def _not_cut(attention: Tensor, block_size: int, count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
@@ -275,6 +291,10 @@ SNAPKV = (
     WrongVersion("leaves out the prompt's last block where it is not full", _full_blocks_only),
     WrongVersion(
         "does not ignore the tokens behind count · block_size: it chooses among more than `count` blocks", _not_cut
+    ),
+    WrongVersion(
+        "takes the mean over the tokens that a block has; a block that is not full counts with its sum, as any other",
+        _mean_of_blocks,
     ),
     WrongVersion("returns all blocks", lambda attention, block_size, count, most: list(range(count))),
     *wrong_versions(
@@ -315,6 +335,10 @@ SNAPKV = (
 )
 
 # --------------------------------------------------------------------------------------------------------- two_levels
+
+
+_UPPER = "upper = steps.round().clamp(0, 15)"
+_LOWER = "lower = ((steps - upper) * 16).round().clamp(-8, 7)"
 
 
 def _floats(x: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
@@ -378,6 +402,11 @@ LEVELS = (
             "has the sign of the rest wrong: it is the value minus what the upper code stands for": (
                 "(steps - upper)",
                 "(upper - steps)",
+            ),
+            "limits the upper code too late: the lower one counts what the limited upper code leaves over": (
+                f"{_UPPER}\n    {_LOWER}",
+                "upper = steps.round()\n    lower = ((steps - upper) * 16).round().clamp(-8, 7)\n"
+                "    upper = upper.clamp(0, 15)",
             ),
             "does not keep the upper codes within 0 … 15": (".clamp(0, 15)", ""),
             "lets the upper codes go to 16, which four bits cannot hold": (".clamp(0, 15)", ".clamp(0, 16)"),

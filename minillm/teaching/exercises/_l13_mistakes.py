@@ -339,6 +339,11 @@ CLUSTERS = (
                 "parts = (scores - scores.max()).exp()\n"
                 "    weights = (parts / (parts * sizes).sum(1, keepdim=True)).mean(0)",
             ),
+            "limits the scores before the exponential: larger ones then count as equal; subtract in the exponent": (
+                f"{_TOTAL}\n    {_WEIGHTS}",
+                "parts = scores.clamp(max=80).exp()\n"
+                "    weights = (parts / (parts * sizes).sum(1, keepdim=True)).mean(0)",
+            ),
             "overflows: subtract in the exponent, not after it": (
                 f"{_TOTAL}\n    {_WEIGHTS}",
                 "total = (scores.exp() * sizes).sum(1, keepdim=True)\n    weights = (scores.exp() / total).mean(0)",

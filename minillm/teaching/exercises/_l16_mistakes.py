@@ -211,6 +211,14 @@ SECONDS = wrong_versions(
             _SECONDS,
             "return latency + 2 * (size - 1) * num_bytes / size / bandwidth",
         ),
+        "rounds the bytes of a chunk down": (
+            _SECONDS,
+            "return 2 * (size - 1) * (latency + num_bytes // size / bandwidth)",
+        ),
+        "rounds the bytes of a chunk up": (
+            _SECONDS,
+            "return 2 * (size - 1) * (latency + -(-num_bytes // size) / bandwidth)",
+        ),
         "leaves the latency out": (_SECONDS, "return 2 * (size - 1) * num_bytes / size / bandwidth"),
         "leaves the bytes out": (_SECONDS, "return 2 * (size - 1) * latency"),
         "multiplies bytes by bandwidth; bytes over bytes per second are seconds": (

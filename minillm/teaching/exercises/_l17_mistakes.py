@@ -63,6 +63,7 @@ LSE = (
                 "torch.full((len(x),), -torch.inf)",
                 "torch.zeros(len(x))",
             ),
+            "begins with a finite number, and a sum can be smaller: the log of 0 is -∞": ("-torch.inf", "-10000.0"),
             "returns what the last tile has": (_MERGE, "lse = part"),
             "takes the largest of the tiles": (_MERGE, "lse = torch.maximum(lse, part)"),
             "takes a tile's largest similarity for its log-sum-exp": (".logsumexp(1)", ".amax(1)"),
@@ -96,6 +97,11 @@ BACKWARD = wrong_versions(
         "keeps what the last user sent only; all later chunks send something, and it adds up": (
             "sent[:start] += past.grad",
             "sent[:start] = past.grad",
+        ),
+        "sends back the gradient of the chunk's own loss only; its rows depend on the rows before them, too": (
+            "(loss + (rows * sent[start:end]).sum()).backward()\n        sent[:start] += past.grad",
+            "own = torch.autograd.grad(loss, past, retain_graph=True)[0]\n"
+            "        (loss + (rows * sent[start:end]).sum()).backward()\n        sent[:start] += own",
         ),
         "subtracts what later chunks send": ("sent[:start] += past.grad", "sent[:start] -= past.grad"),
         "sends the gradient to the chunk just before only; earlier chunks were read, too": (
@@ -228,6 +234,10 @@ ONE_BIT = (
             "takes the largest positive weights; the largest in size are meant": (
                 _CHOOSE,
                 "weight.flatten().topk(count).indices",
+            ),
+            "makes every weight exact that is as large as the last one: of equal weights, too many": (
+                f"chosen.view(-1)[{_CHOOSE}] = True",
+                "if count:\n        chosen = weight.abs() >= weight.abs().flatten().topk(count).values[-1]",
             ),
             "keeps the smallest weights exact": (_CHOOSE, "weight.abs().flatten().topk(count, largest=False).indices"),
             "counts the exact weights in the mean": (_SCALES, "scales = weight.abs().mean(1)"),

@@ -53,8 +53,8 @@ def blast_apply(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
 def one_bit_and_exact(weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the scales `[out]` and the exact part `[out, in]` of W ≈ diag(scales) sign(W) + exact.
 
-    The `count` largest weights are exact: there, both parts together are W. A row's scale is the mean |W| of its other
-    weights, 0 if it has none. (After BiMaCoSR, 2025.)
+    The `count` largest weights are exact, any of them where some are equally large: there, both parts together are W. A
+    row's scale is the mean |W| of its other weights, 0 if it has none. (After BiMaCoSR, 2025.)
     """
     chosen = torch.zeros_like(weight, dtype=torch.bool)
     chosen.view(-1)[weight.abs().flatten().topk(count).indices] = True

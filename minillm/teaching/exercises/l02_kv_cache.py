@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from minillm.models.config import ModelConfig
-from minillm.teaching.drives.l02 import use_append
+from minillm.teaching.drives.l02 import NO_ROW, use_append
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
+from minillm.teaching.exercises._facts import about_factor
 from minillm.teaching.source import body_of, wrong_versions
 
 # ---------------------------------------------------------------------------------------------------------- append_kv
@@ -50,6 +51,8 @@ def _diagnose_append(attempt: Attempt) -> str | None:
     if got["raised"] != expected["raised"]:
         return f"your function raises {got['raised']} here, but should raise {expected['raised']}"
     for part, what in (("cache_k", "the cache of keys"), ("cache_v", "the cache of values")):
+        if NO_ROW in got[part]:
+            return f"in {what} a row has the numbers of no old or new row: each head and channel keeps its place"
         if got[part] != expected[part]:
             return f"your function must leave the old rows, the new ones, and then the unused ones unchanged in {what}"
     if got["memory"] != expected["memory"]:
@@ -107,7 +110,7 @@ _APPEND = Exercise(
                     "new_k, new_v = new_k[-1:], new_v[-1:]; end = past + 1",
                 ),
                 "loses a row without an error when the cache is full": ("if end > cache_k.shape[0]:", "if False:"),
-                "checks only whether the cache is full already, not whether all new rows fit": (
+                "writes before it knows that all new rows fit: it checks too late, or only for a full cache": (
                     "if end > cache_k.shape[0]:",
                     "if past >= cache_k.shape[0]:",
                 ),
@@ -250,16 +253,6 @@ QWEN_3_06B = shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128)
 """Its head_dim is larger than hidden_size / num_heads = 64, so a formula that divides is wrong for it."""
 
 
-def _diagnose_bytes(attempt: Attempt) -> str | None:
-    """The factor between the answer and the right one: it hints at what was counted twice or left out."""
-    got, expected = attempt.got, attempt.expected
-    if not isinstance(got, int) or isinstance(got, bool) or got <= 0:
-        return None
-    if got > expected:
-        return f"your count is {got / expected:.4g} times too large: which numbers of config explain this factor?"
-    return f"your count is {expected / got:.4g} times too small: which numbers of config explain this factor?"
-
-
 _BYTES = Exercise(
     name="l02.kv_bytes_per_token",
     reference=kv_bytes_per_token,
@@ -277,7 +270,7 @@ _BYTES = Exercise(
         "return 2 * (number of layers) * (number of heads that store) * (numbers in a head) * bytes_per_value",
         body_of(kv_bytes_per_token),
     ),
-    fallback_diagnosis=_diagnose_bytes,
+    fallback_diagnosis=about_factor,
     wrong=wrong_versions(
         kv_bytes_per_token,
         {
@@ -348,6 +341,8 @@ _CAPACITY = Exercise(
         Case("five tokens where three fit, r = 4", (8, 5, 5, 4)),
         Case("a buffer with far more room than needed stays as it is, r = 8", (32, 3, 1, 8)),
         Case("a full buffer whose size is not a multiple of r = 4", (6, 6, 1, 4)),
+        Case("a prompt that fills the first buffer, r = 8", (0, 0, 8, 8)),
+        Case("preallocate: r = 384", (0, 0, 1, 384)),
     ],
     hints=(
         "Two situations: the rows fit, or they do not. What does each cost in copied rows?",
@@ -375,6 +370,14 @@ _CAPACITY = Exercise(
             "forgets that the rows must be copied into the new buffer": ("every, past", "every, 0"),
             "copies the past rows at every step, even if there is room": ("capacity, 0", "capacity, past"),
             "rounds down, so that the rows do not fit": ("-(-needed // every)", "needed // every"),
+            "adds 0.5 and calls round, which takes a half to the even number: too many rows for some multiples": (
+                "-(-needed // every)",
+                "round(needed / every + 0.5)",
+            ),
+            "adds a share below 1 and rounds down, so that a smaller share of a buffer is lost": (
+                "-(-needed // every)",
+                "int(needed / every + 0.99)",
+            ),
             "returns the number of multiples of every instead of rows": ("// every) * every", "// every)"),
         },
     ),

@@ -6,20 +6,8 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.exercise import Attempt, Case, Exercise
+from minillm.teaching.exercises._facts import about_factor
 from minillm.teaching.source import body_of, wrong_versions
-
-
-def _diagnose_factor(attempt: Attempt) -> str | None:
-    """The factor between the answer and the right one: it hints at what was left out or counted twice."""
-    got, expected = attempt.got, attempt.expected
-    if not isinstance(got, (int, float)) or isinstance(got, bool) or not expected > 0:
-        return None
-    if not got > 0:
-        return "your result must be above 0 here"
-    if got > expected:
-        return f"your result is {got / expected:.4g} times too large here: which inputs explain this factor?"
-    return f"your result is {expected / got:.4g} times too small here: which inputs explain this factor?"
-
 
 # -------------------------------------------------------------------------------------------------- requests_that_fit
 
@@ -42,6 +30,7 @@ _ROOM = Exercise(
         Case("a fraction of a request does not count", (100, 40, 2, 7)),
         Case("nearly one more", (100, 40, 7, 3)),
         Case("exactly one request fits", (100, 40, 6, 10)),
+        Case("not even one request fits", (100, 40, 7, 10)),
         Case("the weights alone are too large", (100, 140, 2, 10)),
         Case("Llama-3-8B in bf16 on 80 GB, 4096 tokens each", (80 * 10**9, 16 * 10**9, 131_072, 4096)),
         Case("the same with a cache of 8 times as many bytes", (80 * 10**9, 16 * 10**9, 8 * 131_072, 4096)),
@@ -53,7 +42,7 @@ _ROOM = Exercise(
         "left = ...; return max(0, left // (...))",
         body_of(requests_that_fit),
     ),
-    fallback_diagnosis=_diagnose_factor,
+    fallback_diagnosis=about_factor,
     wrong=wrong_versions(
         requests_that_fit,
         {
@@ -76,6 +65,7 @@ _ROOM = Exercise(
             ),
             "returns a fraction of a request": ("left //", "left /"),
             "returns a negative number when the weights alone do not fit": ("max(0, left", "max(left, left"),
+            "lets one request fit where none does": ("max(0, left", "max(int(left > 0), left"),
             "returns one request too few": (
                 "left // (kv_bytes_per_token * num_tokens)",
                 "left // (kv_bytes_per_token * num_tokens) - 1",
@@ -119,7 +109,7 @@ _INTENSITY = Exercise(
         "operations = 2 * ...; numbers = (size of W) + (size of x) + (size of y); return operations / (numbers * ...)",
         body_of(arithmetic_intensity),
     ),
-    fallback_diagnosis=_diagnose_factor,
+    fallback_diagnosis=about_factor,
     wrong=wrong_versions(
         arithmetic_intensity,
         {
@@ -187,7 +177,7 @@ _ATTENTION = Exercise(
         "return 2 * (query heads that share a KV head) * (new tokens that share a reading) / ...",
         body_of(attention_intensity),
     ),
-    fallback_diagnosis=_diagnose_factor,
+    fallback_diagnosis=about_factor,
     wrong=wrong_versions(
         attention_intensity,
         {
@@ -249,7 +239,7 @@ _ATTAINABLE = Exercise(
         "return min(..., ...)",
         body_of(attainable),
     ),
-    fallback_diagnosis=_diagnose_factor,
+    fallback_diagnosis=about_factor,
     wrong=wrong_versions(
         attainable,
         {
@@ -311,7 +301,7 @@ _MBU = Exercise(
         "must_read = weight_bytes + ...; return must_read / (...)",
         body_of(mbu),
     ),
-    fallback_diagnosis=_diagnose_factor,
+    fallback_diagnosis=about_factor,
     wrong=wrong_versions(
         mbu,
         {
@@ -384,9 +374,9 @@ def _diagnose_pooling(attempt: Attempt) -> str | None:
 
 def _pool_cases() -> list[Case]:
     def numbered(heads: int, head_dim: int, hidden: int) -> Tensor:
-        """Row c of head h holds 10 · h² + c in every column: no two groups have the same mean."""
+        """Row c of head h holds 10 · h² + c, and j / 8 more in column j: no two groups have the same mean."""
         rows = 10 * torch.arange(heads).square().unsqueeze(1) + torch.arange(head_dim)
-        return rows.float().flatten().unsqueeze(1).repeat(1, hidden)
+        return rows.flatten().unsqueeze(1) + torch.arange(hidden) / 8
 
     return [
         Case("4 heads of width 2 become 2", (numbered(4, 2, 1), 4, 2)),

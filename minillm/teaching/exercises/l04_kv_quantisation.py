@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.compare import close
-from minillm.teaching.exercise import Case, Exercise
+from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l04_slips as slips
+from minillm.teaching.exercises._facts import about_factor
 from minillm.teaching.exercises._l04_mistakes import BOUND, BYTES, PACK, PER_CHANNEL, SYMMETRIC, UNPACK
 from minillm.teaching.exercises._l04_reference import (
     cache_bytes,
@@ -39,9 +40,18 @@ def _symmetric_cases() -> list[Case]:
         Case("a large row and a small one", (_rows([30.0, -9.2, 4.1, 2.0], [0.02, 0.012, -0.03, 0.004]), 127)),
         Case("two heads of one token", (torch.tensor([[[8.0, -3.1], [0.5, 0.13]]]), 127)),
         Case("a row of zeros", (_rows([0.0, 0.0, 0.0], [1.0, 2.1, -3.0]), 127)),
+        Case("a row with one zero", (_rows([0.0, -2.1, 0.7, 4.0]), 127)),
         Case("a row of very small numbers", (_rows([1e-20, -3e-21, 7e-21, 2e-21]), 127)),
         Case("a scale with a large rounding error in bfloat16", (_rows([127.4, -100.75, 88.3, 61.7]), 127)),
     ]
+
+
+def _about_rows_of_zeros(attempt: Attempt) -> str | None:
+    """The scale of a row of zeros, if it is not 1."""
+    (x, _), (_, scale) = attempt.case.args, attempt.got
+    of_zeros = scale[x.abs().amax(-1) == 0]
+    others = of_zeros[of_zeros != 1]
+    return f"a row of zeros must get the scale 1, and gets {others[0].item():.3g}" if len(others) else None
 
 
 _SYMMETRIC = Exercise(
@@ -59,6 +69,7 @@ _SYMMETRIC = Exercise(
         body(quantise_symmetric),
     ),
     wrong=(*SYMMETRIC, *slips.SYMMETRIC),
+    fallback_diagnosis=_about_rows_of_zeros,
     parts=("codes", "scale"),
 )
 
@@ -73,6 +84,7 @@ _PACK = Exercise(
             "six codes, the smallest and the largest among them", (torch.tensor([1, -8, 7, 0, -3, 6]).to(torch.int8),)
         ),
         Case("two rows", (torch.tensor([[1, 2, 3, 4], [-4, -3, -2, -1]], dtype=torch.int8),)),
+        Case("two tokens of two heads", (torch.tensor([[[1, 2], [3, 4]], [[-4, -3], [-2, -1]]], dtype=torch.int8),)),
     ],
     hints=(
         "A negative int8 is a byte of which all upper bits are set. Which of its bits do you want?",
@@ -93,6 +105,7 @@ _UNPACK = Exercise(
         Case("-8, the smallest code, in the high half", (torch.tensor([0x84], dtype=torch.uint8),)),
         Case("7, the largest code, in both halves", (torch.tensor([0x77, 0x61], dtype=torch.uint8),)),
         Case("two rows of two bytes", (torch.tensor([[0x21, 0x43], [0xDC, 0xFE]], dtype=torch.uint8),)),
+        Case("two tokens of two heads", (torch.tensor([[[0x21], [0x43]], [[0xDC], [0xFE]]], dtype=torch.uint8),)),
     ],
     hints=(
         "Four bits hold 0 to 15. Which of these numbers stand for negative codes?",
@@ -164,6 +177,7 @@ _BYTES = Exercise(
         body(cache_bytes),
     ),
     wrong=(*BYTES, *slips.BYTES),
+    fallback_diagnosis=about_factor,
 )
 
 _BOUND = Exercise(

@@ -75,6 +75,7 @@ def _linear_cases() -> list[Case]:
         Case("a small token beside a large one", (two_sizes, *wide)),
         Case("a token of zeros, such as padding", (torch.stack((torch.zeros(40), _random(40, seed=4))), *wide)),
         Case("a token of very small numbers", (1e-6 * _random(1, 40, seed=20), *wide)),
+        Case("a token of even smaller numbers", (1e-20 * _random(1, 40, seed=20), *wide)),
         Case("as many tokens as outputs", (_random(3, 40, seed=5), *wide)),
         Case("a sum over 700 columns of the same sign", (torch.full((1, 700), 3.0), *large)),
     ]

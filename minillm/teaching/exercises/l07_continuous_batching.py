@@ -101,7 +101,7 @@ _VICTIM = Exercise(
         Case("two less urgent requests: the later one", ([(5, 0), (5, 3), (0, 4)],)),
         Case("the least urgent arrived last, but is not the last in the list", ([(0, 2), (5, 9), (0, 5)],)),
         Case("three less urgent requests between two urgent ones", ([(0, 10), (5, 6), (5, 3), (5, 9), (0, 11)],)),
-        Case("slightly less urgent, and much earlier", ([(1, 0), (0, 900)],)),
+        Case("slightly less urgent, and much earlier", ([(1, 0), (0, 10**9)],)),
         Case("a single request", ([(0, 7)],)),
     ],
     hints=(

@@ -136,6 +136,7 @@ _NGRAM = Exercise(
         Case("a match shorter than the shortest n", ([3, 1, 2, 8, 5, 2], 2, 3, 2)),
         Case("a match of exactly the shortest n", ([6, 1, 2, 8, 5, 1, 2], 2, 4, 2)),
         Case("the match is longer than the longest n", ([1, 2, 3, 4, 5, 9, 2, 3, 8, 1, 2, 3], 1, 2, 2)),
+        Case("the tokens with the first draft occurred again later", ([1, 2, 3, 9, 2, 3, 8, 1, 2], 2, 2, 2)),
         Case("a longer match is earlier than a short one", ([1, 2, 7, 3, 2, 8, 1, 2], 1, 2, 1)),
         Case("the longest n is longer than the text", ([2, 5, 2], 1, 9, 3)),
         Case("the shortest n is longer than the text", ([2, 2], 3, 5, 3)),
@@ -214,6 +215,10 @@ def _about_choice(attempt: Attempt) -> str | None:
         tokens = sum(1 + sum(chances[:n]) for n, chances in zip(counts, survival, strict=True))
         return tokens / seconds[sum(counts)]
 
+    if math.isclose(rate(got), rate(attempt.expected)):
+        if sum(got) > sum(attempt.expected):
+            return "of equally fast numbers of drafts, the fewest is wanted"
+        return "of equally probable drafts, those of an earlier request come first"
     return f"{got} gives {rate(got):.3g} tokens per second, {attempt.expected} gives {rate(attempt.expected):.3g}"
 
 

@@ -53,6 +53,10 @@ _SECONDS = Exercise(
             "arithmetic limits, and a parameter takes four bytes",
             (4, 5, 50, Shape(100.0, 400.0, 4.0, 8.0), _SLOW_ARITHMETIC),
         ),
+        Case(
+            "the weights take longer to compute than to read, the cache longer to read than to compute",
+            (4, 5, 50, Shape(100.0, 50.0, 4.0, 4.0), Machine(flops=1000.0, bandwidth=80.0)),
+        ),
         Case("both take nearly the same time", (2, 2, 100, _SHAPE, Machine(flops=400.0, bandwidth=110.0))),
     ],
     hints=(
@@ -237,6 +241,10 @@ def _snapkv_cases() -> list[Case]:
             "many tokens with a little attention, one with much",
             (_attention([0.0, 0.5, 0.0, 0.25, 0.25, 0.25, 0.0, 0.0]), 4, 2, 1),
         ),
+        Case(
+            "one token with much attention, alone in the last block; two with a little less each in the first",
+            (_attention([0.25, 0.125, 0.0625, 0.0625, 0.3125]), 2, 3, 1),
+        ),
         Case("eight queries over 40 tokens", (torch.rand(8, 40, generator=draw), 4, 10, 5)),
     ]
 
@@ -308,8 +316,8 @@ _LEVELS = Exercise(
     cases=_levels_cases,
     hints=(
         "How many steps above the zero point is x? The nearest whole number is the upper code. What is left over?",
-        "steps = (x - zero) / scale. Round for the upper code, within 0 … 15. What is left is between -½ and ½ steps: "
-        "count it in sixteenths, round, within -8 … 7. Return both as torch.int8.",
+        "steps = (x - zero) / scale. Round for the upper code, and limit it to 0 … 15. Subtract this limited code from "
+        "steps, count what is left in sixteenths, round, and limit to -8 … 7. Return both as torch.int8.",
         "steps = …\nupper = steps.round().clamp(…, …)\nlower = (… * 16).round().clamp(…, …)\n"
         "return upper.to(torch.int8), lower.to(torch.int8)",
         body(two_levels),

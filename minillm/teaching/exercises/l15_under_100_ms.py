@@ -29,7 +29,7 @@ PARTS = ("tokenise", "queue", "prefill", "draft", "target", "python", "detokenis
 def attribute(marks: Marks) -> dict[str, float]:
     """Seconds of each of `PARTS`; they sum to the time from the first mark to the last.
 
-    The time between two marks belongs to the part of the second mark.
+    The time between two marks belongs to the part of the second mark. The first mark may have any name.
     """
     part_of = {
         "RequestAdded": "tokenise",
@@ -44,61 +44,6 @@ def attribute(marks: Marks) -> dict[str, float]:
     for (began, _), (ended, name) in itertools.pairwise(marks):
         parts[part_of.get(name, "python")] += ended - began
     return parts
-
-
-def _by_what_came_before(marks: Marks) -> dict[str, float]:
-    shifted = [(now, before) for (now, _), (_, before) in zip(marks[1:], marks, strict=False)]
-    return attribute([marks[0], *shifted])
-
-
-def _drops_the_rest(marks: Marks) -> dict[str, float]:
-    return {**attribute(marks), "python": 0.0}
-
-
-def _first_forward_only(marks: Marks) -> dict[str, float]:
-    first = next((i for i, (_, name) in enumerate(marks) if name.startswith("StepRan")), 0)
-    changed = [
-        (at, name.split()[0] + (" prefill" if i == first else " decode") if name.startswith("StepRan") else name)
-        for i, (at, name) in enumerate(marks)
-    ]
-    return attribute(changed)
-
-
-def _last_wins(marks: Marks) -> dict[str, float]:
-    parts = dict.fromkeys(PARTS, 0.0)
-    for one, other in itertools.pairwise(marks):
-        parts |= {part: seconds for part, seconds in attribute([one, other]).items() if seconds}
-    return parts
-
-
-def _draft_is_target(marks: Marks) -> dict[str, float]:
-    parts = attribute(marks)
-    return {**parts, "target": parts["target"] + parts["draft"], "draft": 0.0}
-
-
-def _forgets_verification(marks: Marks) -> dict[str, float]:
-    return attribute([(at, "Other" if name == "StepRan verify" else name) for at, name in marks])
-
-
-def _from_the_start(marks: Marks) -> dict[str, float]:
-    parts = dict.fromkeys(PARTS, 0.0)
-    for ended, name in marks[1:]:
-        for part, seconds in attribute([(marks[0][0], "Start"), (ended, name)]).items():
-            parts[part] += seconds
-    return parts
-
-
-def _shares(marks: Marks) -> dict[str, float]:
-    parts, whole = attribute(marks), marks[-1][0] - marks[0][0]
-    return {part: seconds / whole if whole else 0.0 for part, seconds in parts.items()}
-
-
-def _only_parts_that_are_there(marks: Marks) -> dict[str, float]:
-    return {part: seconds for part, seconds in attribute(marks).items() if seconds}
-
-
-def _begins_at_zero(marks: Marks) -> dict[str, float]:
-    return attribute([(0.0, "Start"), *marks[1:]])
 
 
 def _marks(*steps: tuple[float, str], start: float = 0.0) -> Marks:
@@ -170,6 +115,10 @@ _ATTRIBUTE = Exercise(
             ),
         ),
         Case("only a start", ([(5.0, "Start")],)),
+        Case(
+            "the clock starts after the prompt",
+            ([(3.0, "StepRan prefill"), (3.25, "Committing"), (3.375, "Detokenised"), (3.5, "TokensCommitted")],),
+        ),
     ],
     hints=(
         "Look at two consecutive marks. Which of the two says what the time between them was used for?",
@@ -186,22 +135,7 @@ _ATTRIBUTE = Exercise(
         '    parts[PART_OF.get(name, "python")] += ended - began\n'
         "return parts",
     ),
-    wrong=(
-        WrongVersion(
-            "adds the time between two marks to the part of the first mark; it belongs to the second",
-            _by_what_came_before,
-        ),
-        WrongVersion("leaves out what is not in the table, so that the parts do not sum to the whole", _drops_the_rest),
-        WrongVersion("counts only the first forward as prefill; a prompt may come in chunks", _first_forward_only),
-        WrongVersion("keeps the last time of each part instead of adding the times up", _last_wins),
-        WrongVersion("counts drafting as part of the target", _draft_is_target),
-        WrongVersion("does not count verifying drafts as part of the target", _forgets_verification),
-        WrongVersion("measures every mark from the start, not from the mark before it", _from_the_start),
-        WrongVersion("returns shares of the whole instead of seconds", _shares),
-        WrongVersion("leaves out the parts that take no time; they are 0.0", _only_parts_that_are_there),
-        WrongVersion("counts from 0 to the second mark; the first mark says where the run begins", _begins_at_zero),
-        *wrong_versions(attribute, _l15_slips.ATTRIBUTE),
-    ),
+    wrong=wrong_versions(attribute, _l15_slips.ATTRIBUTE),
     fallback_diagnosis=_about_parts,
 )
 
@@ -217,54 +151,6 @@ def step_seconds(
     the thread that does the work, so the times add up; on a GPU they overlap.
     """
     return calls * seconds_per_call + max(num_bytes / bandwidth, operations / rate)
-
-
-def _no_calls(
-    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
-) -> float:
-    return max(num_bytes / bandwidth, operations / rate)
-
-
-def _adds_all(
-    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
-) -> float:
-    return calls * seconds_per_call + num_bytes / bandwidth + operations / rate
-
-
-def _calls_overlap(
-    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
-) -> float:
-    return max(calls * seconds_per_call, num_bytes / bandwidth, operations / rate)
-
-
-def _faster_of_both(
-    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
-) -> float:
-    return calls * seconds_per_call + min(num_bytes / bandwidth, operations / rate)
-
-
-def _swaps_limits(
-    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
-) -> float:
-    return calls * seconds_per_call + max(num_bytes / rate, operations / bandwidth)
-
-
-def _one_call(
-    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
-) -> float:
-    return seconds_per_call + max(num_bytes / bandwidth, operations / rate)
-
-
-def _operations_only(
-    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
-) -> float:
-    return calls * seconds_per_call + operations / rate
-
-
-def _bytes_only(
-    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
-) -> float:
-    return calls * seconds_per_call + num_bytes / bandwidth
 
 
 def _about_step(attempt: Attempt) -> str | None:
@@ -302,17 +188,7 @@ _STEP = Exercise(
         "return … * seconds_per_call + max(num_bytes / …, operations / …)",
         "return calls * seconds_per_call + max(num_bytes / bandwidth, operations / rate)",
     ),
-    wrong=(
-        WrongVersion("leaves out the time of the calls", _no_calls),
-        WrongVersion("counts one call only", _one_call),
-        WrongVersion("divides bytes by operations per second, and operations by bytes per second", _swaps_limits),
-        WrongVersion("counts operations only, although a decode step mostly waits for bytes", _operations_only),
-        WrongVersion("adds moving and computing, which overlap", _adds_all),
-        WrongVersion("lets calls overlap with the work, as on a GPU; here one thread does both", _calls_overlap),
-        WrongVersion("uses the faster of bytes and operations; the slower one decides", _faster_of_both),
-        WrongVersion("counts bytes only, although arithmetic limits a prompt", _bytes_only),
-        *wrong_versions(step_seconds, _l15_slips.STEP),
-    ),
+    wrong=wrong_versions(step_seconds, _l15_slips.STEP),
     fallback_diagnosis=_about_step,
 )
 
@@ -333,112 +209,6 @@ def panel_product(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         sums = splat(ZERO)
         for k in range(columns):
             sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _rows_of_the_matrix(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(len(y) // LANES):
-        sums = splat(ZERO)
-        for k in range(columns):
-            sums = fma(load(panels, panel * columns * LANES + k), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _last_column(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(len(y) // LANES):
-        sums = splat(ZERO)
-        for k in range(columns):
-            sums = load(panels, (panel * columns + k) * LANES) * splat(x[k])
-        store(y, panel * LANES, sums)
-
-
-def _goes_on(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    sums = splat(ZERO)
-    for panel in range(len(y) // LANES):
-        for k in range(columns):
-            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _first_panel_again(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    for panel in range(len(y) // LANES):
-        sums = splat(ZERO)
-        for k in range(len(x)):
-            sums = fma(load(panels, k * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _whole_vectors_only(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(len(y) // LANES):
-        sums = splat(ZERO)
-        for k in range(columns // LANES * LANES):
-            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _adds_to_y(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(len(y) // LANES):
-        sums = load(y, panel * LANES)
-        for k in range(columns):
-            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _panel_per_output(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(y.shape[0]):
-        sums = splat(ZERO)
-        for k in range(columns):
-            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _stores_side_by_side(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(len(y) // LANES):
-        sums = splat(ZERO)
-        for k in range(columns):
-            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
-        store(y, panel, sums)
-
-
-def _leaves_the_last_panel(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(max(1, len(y) // LANES - 1)):
-        sums = splat(ZERO)
-        for k in range(columns):
-            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _leaves_the_last_column(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(len(y) // LANES):
-        sums = splat(ZERO)
-        for k in range(columns - 1):
-            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _columns_of_all_panels(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    for panel in range(len(y) // LANES):
-        sums = splat(ZERO)
-        for k in range(len(x)):
-            sums = fma(load(panels, (k * (len(y) // LANES) + panel) * LANES), splat(x[k]), sums)
-        store(y, panel * LANES, sums)
-
-
-def _vector_of_x(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    columns = len(x)
-    for panel in range(len(y) // LANES):
-        sums = splat(ZERO)
-        for k in range(columns):
-            sums = fma(load(panels, (panel * columns + k) * LANES), load(x, k), sums)
         store(y, panel * LANES, sums)
 
 
@@ -491,27 +261,12 @@ _PRODUCT = Exercise(
         "    store(y, panel * LANES, sums)",
     ),
     wrong=(
-        WrongVersion("steps by one number from column to column; a column of a panel has sixteen", _rows_of_the_matrix),
-        WrongVersion("keeps the last column's product instead of the sum", _last_column),
-        WrongVersion("does not reset the sums to zero for the next panel", _goes_on),
-        WrongVersion("reads the first panel for every output", _first_panel_again),
-        WrongVersion(
-            "leaves out the last columns if the number of columns is not a multiple of sixteen", _whole_vectors_only
-        ),
-        WrongVersion("adds to what y held before", _adds_to_y),
+        *(WrongVersion(mistake, _panel_with(edit)) for mistake, edit in _l15_slips.PANEL.items()),
         WrongVersion(
             "loops over one panel per output; a panel has sixteen outputs",
-            _panel_per_output,
+            _panel_with(_l15_slips.PANEL_PER_OUTPUT),
             expected_message="outside of y",
         ),
-        WrongVersion("stores panel p at y[p]; it begins at y[p * LANES]", _stores_side_by_side),
-        WrongVersion("leaves out the last panel", _leaves_the_last_panel),
-        WrongVersion("leaves out the last column", _leaves_the_last_column),
-        WrongVersion(
-            "expects column k of all panels side by side; whole panels follow each other", _columns_of_all_panels
-        ),
-        WrongVersion("multiplies by sixteen elements of x; all lanes use the same element (splat)", _vector_of_x),
-        *(WrongVersion(mistake, _panel_with(edit)) for mistake, edit in _l15_slips.PANEL.items()),
     ),
     compare=close(1e-4, 1e-3),
     fallback_diagnosis=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row of x", "output")),
@@ -535,60 +290,6 @@ def choose_gamma(acceptance: float, draft_cost: float, verify_costs: list[float]
         return tokens / (gamma * draft_cost + verify_costs[gamma])
 
     return max(range(len(verify_costs)), key=speed_up)
-
-
-def _no_bonus(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    def speed_up(gamma: int) -> float:
-        tokens = sum(acceptance**i for i in range(1, gamma + 1)) if gamma else 1.0
-        return tokens / (gamma * draft_cost + verify_costs[gamma])
-
-    return max(range(len(verify_costs)), key=speed_up)
-
-
-def _linear_tokens(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    return max(
-        range(len(verify_costs)), key=lambda g: (1 + g * acceptance) / (g * draft_cost + verify_costs[g])
-    )  # fmt: skip
-
-
-def _free_verification(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    return choose_gamma(acceptance, draft_cost, [1.0] * len(verify_costs))
-
-
-def _free_drafts(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    return choose_gamma(acceptance, 0.0, verify_costs)
-
-
-def _always_drafts(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    def speed_up(gamma: int) -> float:
-        return sum(acceptance**i for i in range(gamma + 1)) / (gamma * draft_cost + verify_costs[gamma])
-
-    return max(range(1, len(verify_costs)), key=speed_up) if len(verify_costs) > 1 else 0
-
-
-def _verifies_one_less(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    return choose_gamma(acceptance, draft_cost, [1.0, *verify_costs[:-1]])
-
-
-def _largest_of_equals(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    def speed_up(gamma: int) -> float:
-        return sum(acceptance**i for i in range(gamma + 1)) / (gamma * draft_cost + verify_costs[gamma])
-
-    return max(reversed(range(len(verify_costs))), key=speed_up)
-
-
-def _time_and_not_speed(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    return min(range(len(verify_costs)), key=lambda g: g * draft_cost + verify_costs[g])
-
-
-def _all_or_nothing(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    return max(
-        range(len(verify_costs)), key=lambda g: (1 + g * acceptance**g) / (g * draft_cost + verify_costs[g])
-    )  # fmt: skip
-
-
-def _most_tokens(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    return len(verify_costs) - 1
 
 
 def _about_gamma(attempt: Attempt) -> str | None:
@@ -634,26 +335,7 @@ _GAMMA = Exercise(
         "    return tokens / (gamma * draft_cost + verify_costs[gamma])\n"
         "return max(range(len(verify_costs)), key=speed_up)",
     ),
-    wrong=(
-        WrongVersion("leaves out the token that the target adds to every round", _no_bonus),
-        WrongVersion("uses the cost of verifying one draft token less", _verifies_one_less),
-        WrongVersion(
-            "returns the largest of equals; more draft tokens for the same speed are not worth it", _largest_of_equals
-        ),
-        WrongVersion(
-            "picks the shortest round: it ignores the tokens, or counts every draft token as a whole step",
-            _time_and_not_speed,
-        ),
-        WrongVersion("counts the draft tokens only if all of them are accepted", _all_or_nothing),
-        WrongVersion(
-            "counts 1 + γ·acceptance tokens per round, as if a rejected token did not end the round", _linear_tokens
-        ),
-        WrongVersion("treats verification as free", _free_verification),
-        WrongVersion("treats drafting as free, or all draft tokens together as one", _free_drafts),
-        WrongVersion("drafts even if not drafting is faster", _always_drafts),
-        WrongVersion("always returns the largest number", _most_tokens),
-        *wrong_versions(choose_gamma, _l15_slips.GAMMA),
-    ),
+    wrong=wrong_versions(choose_gamma, _l15_slips.GAMMA),
     fallback_diagnosis=_about_gamma,
 )
 

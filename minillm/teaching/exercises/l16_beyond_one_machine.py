@@ -21,7 +21,7 @@ from minillm.teaching.exercises._solution import body
 
 
 def _about_outputs(attempt: Attempt) -> str | None:
-    got, expected = (part["outputs"] for part in (attempt.got, attempt.expected))  # type: ignore[index]
+    got, expected = (part["returned"] for part in (attempt.got, attempt.expected))  # type: ignore[index]
     if isinstance(got, Tensor) and got.dim() == 2 and got.shape != expected.shape:
         return f"rank {attempt.case.args[3]} of {attempt.case.args[4]} has {expected.shape[1]} of the outputs"
     return about_tensor(expected, got, ("token", "output")) or unless(
@@ -30,7 +30,7 @@ def _about_outputs(attempt: Attempt) -> str | None:
 
 
 def _about_sums(attempt: Attempt) -> str | None:
-    got, expected = (part["outputs"] for part in (attempt.got, attempt.expected))  # type: ignore[index]
+    got, expected = (part["returned"] for part in (attempt.got, attempt.expected))  # type: ignore[index]
     return about_tensor(expected, got, ("token", "output")) or unless(
         attempt, "a product for each rank", "a product adds up the inputs of several ranks"
     )
@@ -189,6 +189,7 @@ _SECONDS = Exercise(
         Case("four ranks", (1000.0, 4, 100.0, 3.0)),
         Case("eight ranks and many bytes: nearly twice the bytes over the bandwidth", (8e9, 8, 4e9, 1e-5)),
         Case("three ranks", (600.0, 3, 50.0, 0.5)),
+        Case("three ranks, chunks of a third of 1000 bytes", (1000.0, 3, 50.0, 0.5)),
         Case("alone", (1000.0, 1, 100.0, 3.0)),
     ],
     hints=(

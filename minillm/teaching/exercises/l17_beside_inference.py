@@ -27,7 +27,7 @@ def _part_of(attempt: Attempt, name: str) -> tuple[object, object]:
 
 
 def _about_lse(attempt: Attempt) -> str | None:
-    expected, got = _part_of(attempt, "log-sum-exp")
+    expected, got = _part_of(attempt, "returned")
     assert isinstance(expected, Tensor)
     if not isinstance(got, Tensor) or got.shape != expected.shape:
         return f"return one number for each of the {len(expected)} rows of x"
@@ -56,6 +56,7 @@ def _lse_cases() -> list[Case]:
         case("one row, many tiles", 1, 40, 3, 0.5, 4),
         case("one row of y more than a tile", 2, 5, 4, 0.8, 4),
         Case("similarities far below -100", (ones, torch.tensor([[-300.0], [-301.0], [-302.0]]), 1.0, 2)),
+        Case("similarities far below -10000", (ones, torch.tensor([[-2e4], [-3e4], [-4e4]]), 1.0, 2)),
     ]
 
 
@@ -79,7 +80,7 @@ _LSE = Exercise(
 
 
 def _about_gradients(attempt: Attempt) -> str | None:
-    expected, got = _part_of(attempt, "sent")
+    expected, got = _part_of(attempt, "returned")
     assert isinstance(expected, Tensor)
     if not isinstance(got, Tensor) or got.shape != expected.shape:
         return f"return what was sent to the rows: {list(expected.shape)}, like kept"
@@ -131,7 +132,7 @@ _BACKWARD = Exercise(
 
 
 def _about_product(attempt: Attempt) -> str | None:
-    expected, got = _part_of(attempt, "product")
+    expected, got = _part_of(attempt, "returned")
     assert isinstance(expected, Tensor)
     if not isinstance(got, Tensor) or got.shape != expected.shape:
         return f"return {list(expected.shape)}: a row of all outputs for each row of x"
@@ -148,7 +149,7 @@ def _blast_cases() -> list[Case]:
         return Case(text, tuple(torch.randn(*shape, generator=draw) for shape in shapes))
 
     def numbers(*values: float) -> Tensor:
-        return torch.tensor(values)
+        return torch.tensor(values, dtype=torch.float32)
 
     u, v = numbers(1, 1).view(2, 1, 1), numbers(1, 2).view(2, 1, 1)
     return [
@@ -206,6 +207,7 @@ def _one_bit_cases() -> list[Case]:
         Case("a row in which all weights are exact", (sure, 2)),
         Case("zeros", (with_zero, 2)),
         Case("a zero that is exact", (torch.tensor([[0.0, 4.0], [3.0, -2.0]]), 4)),
+        Case("equal weights: any one of them is exact", (torch.tensor([[2.0, -2.0, 2.0, -2.0]]), 1)),
         Case("positive weights only", (torch.tensor([[1.0, 5.0, 2.0], [4.0, 0.5, 3.0]]), 2)),
         Case("the exact weights are all in one row", (torch.tensor([[1.0, 2.0, -1.5], [7.0, -9.0, 8.0]]), 2)),
         Case("a random matrix", (torch.randn(4, 6, generator=draw), 4)),

@@ -180,7 +180,7 @@ _MARKS = (
 
 def _attribute(d: Draw) -> Case:
     time = d.int(0, 64) / 8  # what the clock showed
-    marks = [(time, "Start")]
+    marks = [(time, ("Start", "StepRan prefill")[d.int(0, 1)])]
     for name in _MARKS:
         time += d.int(1, 64) / 8
         marks.append((time, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minillm import LLM, SamplingParams
 from minillm.input_processor import Prompt
@@ -170,9 +170,10 @@ def costs_of(one: Sequence[Prices], many: Sequence[Prices], has_model: bool = Tr
     The first draft of a round takes longer than the others: the draft model first reads the tokens that the target
     added. Without a draft model, drafting costs nothing.
     """
+    one, many = _at_one_speed(one), _at_one_speed(many)
     rows: dict[int, float] = {}
     for price in (*one, *many):
-        rows[price.batch] = min(price.plain, rows.get(price.batch, price.plain))
+        rows[price.batch] = price.plain
         rows[price.batch * (1 + price.gamma)] = price.verifying
     forward, longest = dict(sorted(rows.items())), 0.0
     for count, seconds in forward.items():
@@ -184,6 +185,21 @@ def costs_of(one: Sequence[Prices], many: Sequence[Prices], has_model: bool = Tr
     drafts_of_others = all_of_many.gamma * (all_of_many.batch - 1)
     more = max(0.0, (all_of_many.drafting - all_of_one.drafting) / drafts_of_others)
     return StepCosts(forward, 0.0, first.drafting, each, more)
+
+
+def _at_one_speed(measured: Sequence[Prices]) -> list[Prices]:
+    """Prices of one batch with the same plain step, the fastest: in plain steps they cost what they did. The machine
+    may have been faster or slower while the others were timed."""
+    plain = min(price.plain for price in measured)
+    return [
+        replace(
+            price,
+            plain=plain,
+            drafting=price.drafting * plain / price.plain,
+            verifying=price.verifying * plain / price.plain,
+        )
+        for price in measured
+    ]
 
 
 def predicted_speed_up(found: DraftRun, costs: StepCosts, batch: int, new_tokens: int) -> float:

@@ -74,11 +74,8 @@ class Bench:
 
     def share_stored(self, options: Mapping[str, Any]) -> float:
         """Bytes of a complete prompt in float16, as a share of the plain cache's; counted on a real cache."""
-        return self.bytes_stored(options) / plain_bytes(self.model, self.prompt_len)
-
-    def bytes_stored(self, options: Mapping[str, Any]) -> int:
-        """Bytes of a complete prompt in float16, counted on a real cache."""
-        return stored_bytes(dict(options), self.model, self.prompt_len)[0]
+        stored, _ = stored_bytes(dict(options), self.model, self.prompt_len)
+        return stored / plain_bytes(self.model, self.prompt_len)
 
     def read(self, options: Mapping[str, Any], row: int = 0) -> ModelRunner:
         """A runner whose cache has read the prompt of a row."""

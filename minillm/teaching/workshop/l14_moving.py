@@ -201,13 +201,9 @@ class Reader:
         """Seconds of one of both ways; the best of three."""
         return min(self._once(ids, load) for _ in range(3))
 
-    def loads(self, ids: Sequence[int]) -> bool:
-        """Whether this document is loaded."""
-        return len(ids) >= self.break_even
-
     def prepare(self, ids: Sequence[int]) -> str:
         """Bring a document that stands at the beginning of a prompt into the prefix cache; returns how."""
-        load = self.loads(ids)
+        load = len(ids) >= self.break_even
         self._once(ids, load)
         return "loaded" if load else "computed"
 

@@ -17,6 +17,7 @@ from minillm.parallel.group import Group
 from minillm.parallel.loading import load_part
 from minillm.parallel.local import on_ranks
 from minillm.runtime.runner import ModelRunner
+from minillm.teaching.free_memory import give_back_freed_memory
 
 Mistake = Callable[[ParallelDecoder], None]
 BLOCK = 16
@@ -108,4 +109,5 @@ def run_on_ranks(folder: Path, size: int, token_ids: Sequence[int], mistake: Mis
         step = ModelRunner(model, cache, BLOCK).run_observed([segment])
         return OnRank(step.hidden, step.logits)
 
+    give_back_freed_memory()
     return on_ranks(size, work)

@@ -1,7 +1,7 @@
 """The cost of growing a KV cache: rows written, copied and left empty, step by step, one panel per growth policy.
 
 A column is a step and a row is a row of the cache (one layer; K and V look the same). A policy that copies shows whole
-hatched columns; one with spare capacity shows hollow rows below the valid ones.
+hatched columns; one with spare capacity shows hollow rows below the valid ones, dotted where cells are small.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from minillm.viz.draw.view import View
 GAP = 28
 GRID_TOP = 132
 GRID_HEIGHT = 200
+SMALL = 7
+"""Empty cells with a side below this are dots: outlines that touch would make hollow cells look solid."""
 MAX_POLICIES = 3
 STATES = {
     "kept": "valid, stays where it is",
@@ -96,7 +98,7 @@ class CacheRowsView(View):
             element("defs", {}, *(_tile(state, *cell) for state in STATES)),
             label(MARGIN, 36, "Rows of the KV cache", size=17, weight=650, fill=INK),
             label(262, 36, facts, size=13),
-            *_legend(),
+            *_legend(*cell),
             *panels,
         )
 
@@ -159,7 +161,7 @@ def _cell(state: str, pitch: float, height: float) -> list[str]:
     gap = 1.0 if min(pitch, height) > 3 else 0.0
     wide, high = pitch - gap, height - gap
     if state == "empty":
-        if min(wide, high) < 6:  # outlines that touch would make hollow cells look solid
+        if min(pitch, height) < SMALL:
             dot = {"cx": pitch / 2, "cy": height / 2, "r": min(pitch, height) / 7, "fill": DISCARDED}
             return [element("rect", {"width": pitch, "height": height, "fill": PAPER}), element("circle", dot)]
         edge = {"x": 0.5, "y": 0.5, "width": wide - 1, "height": high - 1}
@@ -171,11 +173,14 @@ def _cell(state: str, pitch: float, height: float) -> list[str]:
     return [solid, element("line", slash)] if state == "copied" else [solid]
 
 
-def _legend() -> list[str]:
-    """One cell per state, drawn as in the grid, with its meaning."""
+def _legend(pitch: float, height: float) -> list[str]:
+    """A sample of each state, a cell or, where the grid's cells are small, some of these, with its meaning."""
     parts, x = [], float(MARGIN)
     for state, text in STATES.items():
-        parts.append(element("g", {"transform": f"translate({number(x)} 56)"}, *_cell(state, 16, 12)))
+        several = [rectangle(0, 0, 16, 12, 0, {"fill": hatched(state)})]
+        sample = several if min(pitch, height) < SMALL else _cell(state, 16, 12)
+        place = {"transform": f"translate({number(x)} 56)", "data-testid": "legend"}
+        parts.append(element("g", place, *sample))
         parts.append(label(x + 24, 66, text, size=12, fill=INK))
         x += 44 + 6.6 * len(text)
     return parts

@@ -132,6 +132,17 @@ def test_live_picture_of_a_whole_lesson_stays_small():
     assert max(len(frame["text/html"].encode()) for frame in frames[:-1]) < 50_000, "all but the replay"
 
 
+@pytest.mark.parametrize("num_steps", [0, 200])
+def test_the_legend_shows_empty_rows_as_the_grid_does(num_steps: int):
+    """Small cells are dots; a hollow sample would not be found in the grid."""
+    svg = CacheRowsView(three_policies(), num_steps=num_steps).to_svg()
+    empty = parts(svg, "legend")[3]
+    tile = next(e for e in ET.fromstring(svg).iter(f"{SVG}pattern") if e.get("id").startswith("empty"))
+    hollow = empty[0].get("stroke") is not None
+    assert hollow == (tile[0].get("stroke") is not None) == (num_steps == 0)
+    assert hollow or empty[0].get("fill") == f"url(#{tile.get('id')})"
+
+
 def test_empty_rows_look_hollow_however_small_they_are():
     """Outlines of small cells touch, and a blue one then looks like a filled cell."""
     for wide, high in ((20.0, 12.0), (9.0, 2.0), (3.0, 3.0)):
