@@ -24,6 +24,8 @@ SCRATCH = "/scratch"
 SCRATCH_BYTES = 256 << 20
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/opt/intel", "/sys/devices/system/cpu")
 DEVICES = ("null", "zero", "full", "random", "urandom")
+READ_ONCE = ("/etc/ld.so.cache", "/proc/cpuinfo")
+"""Read by the loader, and by PyTorch's first operation, which a process without the file never gets to work."""
 UNUSED_UID = 61_000
 """The first of the user ids that submissions run under if the grader is root; no account should have them."""
 MAX_PROCESSES = 64
@@ -61,9 +63,8 @@ def enter(root: Path, package: Path, slot: int) -> None:
     for name in DEVICES:
         (root / "dev" / name).touch()
         _mount(f"/dev/{name}", str(root / "dev" / name), None, BIND)
-    cache = Path("/etc/ld.so.cache")
-    if cache.exists():
-        (root / "etc/ld.so.cache").write_bytes(cache.read_bytes())
+    for file in filter(Path.exists, map(Path, READ_ONCE)):
+        (root / str(file).lstrip("/")).write_bytes(file.read_bytes())
     user = UNUSED_UID + slot if uid == 0 else 0
     (root / "etc/passwd").write_text(f"student:x:{user}:{user}::{SCRATCH}:/bin/false\n")
     (root / "etc/group").write_text(f"student:x:{user}:\n")
