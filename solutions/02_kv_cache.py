@@ -733,7 +733,7 @@ LineChart(
 #
 # With a view there is no U, because empty rows cost no arithmetic. A larger `r` saves copies. At `r = 16` only 4,416
 # rows are copied in all, while attention reads 73,920, so by the count 6% are left to save. The measured rest (the line
-# *valid rows*) can be more: a copied row may cost more than one that is read, and so short times vary from run to run.
+# *valid rows*) can be more: a copied row may cost more than one that is read, and times this short vary from run to run.
 # *Preallocate + view* copies nothing and needs no choice of `r`.
 #
 # BMC reports up to 3.2× over the transformers baseline (quoted), and that baseline concatenates. The line *against
