@@ -52,8 +52,8 @@ greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 #    useless, 5 that they are always accepted.)
 # 2. The engine works in **[steps](glossary.md#step)**: in each, all running requests go through the model together. The
 #    memory for **[keys and values](glossary.md#kv-cache)** (what attention needs of past tokens) is allocated in
-#    pages of 16 **slots**, one slot per token. At the end of the first of the steps with the most pages in use, **what
-#    share of the slots in these pages is empty**, in percent?
+#    pages of 16 **slots**, one slot per token. At the end of the step with the most pages in use (the first, if several
+#    have as many), **what share of the slots in these pages is empty**, in percent?
 
 # %%
 predict("l00.tokens_per_forward", None, unit="tokens")

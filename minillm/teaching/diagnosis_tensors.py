@@ -33,7 +33,7 @@ def close(expected: Tensor, got: Tensor) -> bool:
 
 def near_zero(expected: Tensor) -> float:
     """The largest difference that does not count beside the numbers of `expected`, which may be very small."""
-    sizes = expected[expected.isfinite()].abs()
+    sizes = expected[expected.isfinite()].double().abs()  # a bool has no absolute value
     return 1e-5 * min(1.0, sizes.max().item()) if len(sizes) else 0.0
 
 

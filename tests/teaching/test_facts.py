@@ -41,6 +41,7 @@ def _late_name() -> None:
 
 ROWS, EMPTY = [1, 2, 3], []
 THREE, FOUR = torch.zeros(3), torch.zeros(4)
+MASK = torch.ones(2, 4, dtype=torch.bool).tril(2)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,8 @@ def test_a_factor_of_one_is_not_named_as_the_mistake():
         ([([0.5, 1.0], [1, np.float64(2.0)])], ""),
         ([([], [3, 4])], "should be empty"),
         ([([1], None)], "is None"),
+        ([(MASK, MASK.T)], "is transposed"),
+        ([(MASK, MASK.int())], "the right numbers as int32 instead of bool"),
         ([((1, [2, 3]), (1, [2])), ((5, [4, 3]), (5, [4]))], "`table` lacks its last entry; everything else is right"),
         ([({"free": [1], "counts": [0]}, {"free": [1], "counts": [0, 0]})], "`counts` has one entry too many"),
         ([([1, 2, 3], [1, 9, 8]), ([4, 5], [7, 1])], ""),

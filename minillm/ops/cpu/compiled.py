@@ -29,8 +29,8 @@ from tqdm import tqdm
 from minillm.ops.cpu.processor import has_amx
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True}
-"""For every function compiled here: division by zero gives infinity, the GIL is released, and there is no entry for C,
-which nothing calls."""
+"""For every function compiled here: division by zero gives infinity, the GIL is released, and numba makes no wrapper
+for callers in C, because there are none."""
 PREFIX = "minillm-step-"
 UNUSED_DAYS = 30
 FUNCTIONS = 60

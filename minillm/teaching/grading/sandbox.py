@@ -25,7 +25,7 @@ SCRATCH_BYTES = 256 << 20
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/opt/intel", "/sys/devices/system/cpu")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 READ_ONCE = ("/etc/ld.so.cache", "/proc/cpuinfo")
-"""Read by the loader, and by PyTorch's first operation, which a process without the file never gets to work."""
+"""Copied in: the loader reads the first; PyTorch reads the other once, and without it some operations fail for good."""
 UNUSED_UID = 61_000
 """The first of the user ids that submissions run under if the grader is root; no account should have them."""
 MAX_PROCESSES = 64
