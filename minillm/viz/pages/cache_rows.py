@@ -21,6 +21,8 @@ GRID_TOP = 132
 GRID_HEIGHT = 200
 SMALL = 7
 """Empty cells with a side below this are dots: outlines that touch would make hollow cells look solid."""
+DOT_DISTANCE = 5
+"""About so far apart are the dots of one cell."""
 MAX_POLICIES = 3
 STATES = {
     "kept": "valid, stays where it is",
@@ -162,8 +164,10 @@ def _cell(state: str, pitch: float, height: float) -> list[str]:
     wide, high = pitch - gap, height - gap
     if state == "empty":
         if min(pitch, height) < SMALL:
-            dot = {"cx": pitch / 2, "cy": height / 2, "r": min(pitch, height) / 7, "fill": DISCARDED}
-            return [element("rect", {"width": pitch, "height": height, "fill": PAPER}), element("circle", dot)]
+            step = pitch / max(1, round(pitch / DOT_DISTANCE))
+            dot = {"cy": height / 2, "r": min(step, height) / 5, "fill": DISCARDED}
+            dots = (element("circle", {"cx": (i + 0.5) * step, **dot}) for i in range(round(pitch / step)))
+            return [element("rect", {"width": pitch, "height": height, "fill": PAPER}), *dots]
         edge = {"x": 0.5, "y": 0.5, "width": wide - 1, "height": high - 1}
         return [element("rect", {**edge, "fill": PAPER, "stroke": DISCARDED})]
     look = {"fill": {"kept": BLUE, "written": INK, "copied": ORANGE}[state]}

@@ -143,6 +143,12 @@ def test_the_legend_shows_empty_rows_as_the_grid_does(num_steps: int):
     assert hollow or empty[0].get("fill") == f"url(#{tile.get('id')})"
 
 
+def test_a_wide_empty_row_has_dots_over_all_its_width():
+    """With one in its middle, the area of empty rows is hard to see, and the legend's sample, 16 wide, has none."""
+    places = [float(x) for x in re.findall(r'cx="([\d.]+)"', "".join(_cell("empty", 33.0, 4.0)))]
+    assert len(places) == 7 and places[2] < 16 and places[-1] > 28
+
+
 def test_empty_rows_look_hollow_however_small_they_are():
     """Outlines of small cells touch, and a blue one then looks like a filled cell."""
     for wide, high in ((20.0, 12.0), (9.0, 2.0), (3.0, 3.0)):
