@@ -65,7 +65,7 @@ class Document:
 def sources() -> list[Source]:
     """The standard library and every installed distribution with a permissive licence, by name."""
     found = [_standard_library()]
-    named = (dist for dist in metadata.distributions() if dist.name)  # what pip could not remove has no metadata
+    named = (dist for dist in metadata.distributions() if _has_metadata(dist))
     for dist in sorted(named, key=lambda d: d.name.lower()):
         licence = _licence(dist)
         if dist.name.lower().startswith("minillm") or not is_permissive(licence):
@@ -106,6 +106,15 @@ def _standard_library() -> Source:
 
 def _wanted(name: Path | PurePosixPath) -> bool:
     return SKIPPED_FOLDERS.isdisjoint(name.parts[:-1]) and ".." not in name.parts
+
+
+def _has_metadata(dist: metadata.Distribution) -> bool:
+    """False for what pip could not remove. `importlib_metadata`, once imported, answers in this module's place: an
+    error where Python gives empty metadata."""
+    try:
+        return bool(dist.metadata and dist.name)
+    except FileNotFoundError:
+        return False
 
 
 def _licence(dist: metadata.Distribution) -> str:

@@ -108,6 +108,26 @@ def test_a_folder_that_pip_could_not_remove_is_no_package(monkeypatch, tmp_path)
     assert [source.name for source in sources()] == ["python"]
 
 
+def test_a_folder_without_metadata_that_is_an_error_is_no_package(monkeypatch):
+    """As `importlib_metadata` 10 answers, which takes over Python's own module wherever a package imports it."""
+
+    class WithoutMetadata(importlib.metadata.Distribution):
+        def read_text(self, filename):
+            return None
+
+        def locate_file(self, path):
+            raise AssertionError("no file is looked for")
+
+        @property
+        def metadata(self):
+            raise FileNotFoundError("No package metadata was found.")
+
+    monkeypatch.setattr(
+        corpus_module.metadata, "distributions", lambda: [WithoutMetadata(), Distribution("good", "MIT")]
+    )
+    assert [source.name for source in sources()] == ["python", "good"]
+
+
 def test_tests_of_a_package_are_left_out(monkeypatch):
     monkeypatch.setattr(corpus_module.metadata, "distributions", lambda: [Distribution("good", "MIT")])
     assert [name for name, _ in sources()[1].files] == ["a.py"]
