@@ -13,6 +13,7 @@ from minillm.errors import ConfigError, PromptError, RequestTooLargeError
 from minillm.models.config import ModelConfig
 from minillm.request import Request, request_seed
 from minillm.sampling import SamplingParams
+from minillm.sampling.bad_words import bad_word_token_ids
 from minillm.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -65,7 +66,8 @@ class InputProcessor:
         if params.max_tokens is not None:
             max_tokens = min(params.max_tokens, room) if is_default else params.max_tokens
         self._check_length(len(token_ids), max_tokens)
-        self._check_against_model(params, max_tokens)
+        bad_words = bad_word_token_ids(params.bad_words or (), self.tokenizer)
+        self._check_against_model(params, max_tokens, bad_words)
         number = self._next_number(is_request_id=request_id is None)
         name = str(number) if request_id is None else request_id
         tokenizer, eos = self.tokenizer, self.eos_ids
@@ -89,6 +91,7 @@ class InputProcessor:
                 eos_ids=eos,
                 eos_id=tokenizer.eos_id,
                 detokenizer=detokenizer,
+                bad_words=bad_words,
             )
             group.append(request)
         return group
@@ -159,12 +162,16 @@ class InputProcessor:
                 f"has {self.pool.num_blocks}; shorten the prompt, or raise num_kv_blocks or kv_cache_memory_bytes"
             )
 
-    def _check_against_model(self, params: SamplingParams, max_tokens: int) -> None:
-        """Raise `ConfigError` if `params` do not fit the model's vocabulary or `max_tokens`."""
+    def _check_against_model(
+        self, params: SamplingParams, max_tokens: int, bad_words: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Raise `ConfigError` if `params` do not fit the model's vocabulary or `max_tokens`, or may leave no token to
+        choose."""
         vocab_size = self.model_config.vocab_size
-        unknown = [token for token in params.stop_token_ids or () if token >= vocab_size]
-        if unknown:
-            raise ConfigError(f"stop_token_ids has {unknown[0]}; ids must be integers from 0 to {vocab_size - 1}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            unknown = [token for token in getattr(params, name) or () if token >= vocab_size]
+            if unknown:
+                raise ConfigError(f"{name} has {unknown[0]}; ids must be integers from 0 to {vocab_size - 1}")
         if params.min_tokens > max_tokens:
             raise ConfigError(
                 f"min_tokens={params.min_tokens}: the prompt leaves room for {max_tokens} tokens; lower it or shorten "
@@ -175,6 +182,16 @@ class InputProcessor:
                 f"min_tokens={params.min_tokens}: every token of the vocabulary ends the text, so none can come first; "
                 "lower it to 0, or give fewer stop_token_ids"
             )
+        if bad_words or params.allowed_token_ids is not None:
+            forbidden = {word[-1] for word in bad_words}
+            if params.min_tokens:
+                forbidden |= params.all_stop_token_ids | self.eos_ids
+            allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+            if forbidden.issuperset(allowed):
+                raise ConfigError(
+                    f"bad_words and min_tokens={params.min_tokens} may forbid all {len(allowed)} allowed tokens; give "
+                    "more allowed_token_ids, or leave out a bad word"
+                )
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from minillm.cache.prefix import extend_block_hashes
 from minillm.outputs import Logprob
 from minillm.sampling import SamplingParams, SamplingRow
+from minillm.sampling.bad_words import completing_token_ids
 from minillm.tokenizer import Detokenizer
 
 LogprobRow = dict[int, Logprob]
@@ -53,6 +54,8 @@ class Request:
     eos_id: int | None = None
     """The tokenizer's. The others count as stop tokens, as in vLLM."""
     detokenizer: Detokenizer | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids that the output must not have one after the other."""
     num_computed_tokens: int = 0
     num_dropped_tokens: int = 0
     """How many tokens the request had when its cache was dropped last."""
@@ -129,9 +132,9 @@ class Request:
 
     @property
     def takes_argmax(self) -> bool:
-        """Whether all further tokens are the argmax of the logits: greedy, no penalties, `min_tokens` reached."""
+        """Whether all further tokens are the argmax of the model's logits: greedy, `min_tokens` reached, no edits."""
         params = self.params
-        return params.is_greedy and not params.has_penalties and self.num_output_tokens >= params.min_tokens
+        return params.is_greedy and not params.edits_logits and self.num_output_tokens >= params.min_tokens
 
     @property
     def samples_with_own_seed(self) -> bool:
@@ -147,9 +150,12 @@ class Request:
         params = self.params
         ends_early = self.num_output_tokens + len(drafts) < params.min_tokens
         forbidden = self.ending_ids if ends_early else ()
-        if not params.has_penalties:
+        if not params.has_penalties and not self.bad_words:
             return SamplingRow(params, forbidden_token_ids=forbidden)
-        return SamplingRow(params, self.distinct_prompt_tokens, [*self.output_token_ids, *drafts], forbidden)
+        output = [*self.output_token_ids, *drafts]
+        if self.bad_words:
+            forbidden = (*forbidden, *completing_token_ids(self.bad_words, output))
+        return SamplingRow(params, self.distinct_prompt_tokens, output, forbidden)
 
     @cached_property
     def ending_ids(self) -> tuple[int, ...]:

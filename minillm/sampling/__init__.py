@@ -6,7 +6,9 @@
 from minillm.sampling.host import (
     Draw,
     SamplingRow,
+    allowed_tokens,
     argmax,
+    biases_of,
     check_rows,
     choose,
     logprobs_of,
@@ -23,6 +25,8 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "SamplingRow",
+    "allowed_tokens",
+    "biases_of",
     "check_rows",
     "choose",
     "argmax",

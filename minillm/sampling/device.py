@@ -1,7 +1,7 @@
 """Sampling on a GPU, where reading a value waits for all kernels before it: launch everything, then read once.
 
     on the host     which rules apply to which rows, and the uniforms (from seeds alone): one copy to the device
-    on the device   penalties, temperature, filters, the draw; an invalid row clears its flag
+    on the device   forbidden tokens, biases, penalties, temperature, filters, the draw; an invalid row clears its flag
     on the host     one read of tokens and flags, and an error if a flag is cleared
 
 The rules (`filters.py`), their order and their ties are those of `host.py`. Probabilities differ by rounding (at most
@@ -28,7 +28,7 @@ from minillm.errors import NonFiniteLogitsError
 from minillm.ops.dispatch import op
 from minillm.ops.sample import one_hot
 from minillm.ops.transfer import copy_to_device, copy_to_host, on_device
-from minillm.sampling import SamplingRow, check_rows, probs_from_logits, used_tokens
+from minillm.sampling import SamplingRow, allowed_tokens, biases_of, check_rows, probs_from_logits, used_tokens
 from minillm.sampling.filters import in_min_p, in_top_k, in_top_p, penalised, softmax_at
 
 
@@ -59,8 +59,18 @@ class SamplingPlan:
 
 
 def _edit_columns(rows: Sequence[SamplingRow], vocab: int) -> dict[str, np.ndarray]:
-    """Forbidden and penalised tokens, as indices into the flattened `[num_rows * vocab]` logits, and the penalties."""
+    """Allowed, forbidden, biased and penalised tokens, as indices into the flattened `[num_rows * vocab]` logits, and
+    what belongs to them."""
     columns: dict[str, np.ndarray] = {}
+    allowed = [allowed_tokens(row, vocab) for row in rows]
+    if any(tokens is not None for tokens in allowed):
+        places = [i * vocab + token for i, tokens in enumerate(allowed) for token in tokens or ()]
+        columns["allowed"] = np.array(places, np.int64)
+        columns["is_limited"] = np.array([tokens is not None for tokens in allowed], np.int64)
+    biases = {i * vocab + t: bias for i, row in enumerate(rows) for t, bias in biases_of(row, vocab).items()}
+    if biases:
+        columns["biased"] = np.array(list(biases), np.int64)
+        columns["bias"] = np.array(list(biases.values()), np.float64)
     forbidden = [i * vocab + t for i, row in enumerate(rows) for t in row.forbidden_token_ids if t < vocab]
     if forbidden:
         columns["forbidden"] = np.array(forbidden, np.int64)
@@ -96,7 +106,7 @@ class DeviceSampler:
         check_rows(logits, rows)
         plan = SamplingPlan(rows, logits.shape[1])
         if plan.is_greedy:
-            return self.argmax(penalised_logits(logits, copy_to_device(plan.columns, self.device)))
+            return self.argmax(edited_logits(logits, copy_to_device(plan.columns, self.device)))
         tokens, is_valid, _ = self._drawn(logits, plan, uniforms)
         return tokens, is_valid
 
@@ -121,7 +131,7 @@ class DeviceSampler:
     def probs(self, logits: Tensor, plan: SamplingPlan, sent: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Launch `probs_from_logits` on the device. Returns fp32 probabilities `[num_rows, vocab]`, and flags
         `[num_rows]` bool, False where a row's largest logit is not finite. `sent`: the plan's columns on the device."""
-        logits = penalised_logits(logits, sent)
+        logits = edited_logits(logits, sent)
         if plan.is_greedy:
             token_ids, is_valid = self.argmax(logits)
             return one_hot(token_ids, logits), is_valid
@@ -132,15 +142,20 @@ class DeviceSampler:
         return probs, peak.abs().squeeze(1) < math.inf
 
 
-def penalised_logits(logits: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
-    """The logits in fp32 with forbidden tokens at -inf and penalties applied, as in `sampling.host`; a copy if any
-    change."""
+def edited_logits(logits: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
+    """The logits in fp32 with forbidden tokens at -inf, biases and penalties applied, as in `sampling.host`; a copy if
+    any change."""
     logits = logits.float()
-    if "forbidden" not in sent and "used" not in sent:
+    if sent.keys().isdisjoint(("allowed", "forbidden", "biased", "used")):
         return logits
     flat = logits.clone(memory_format=torch.contiguous_format).view(-1)
+    if "allowed" in sent:
+        is_allowed = (sent["is_limited"] == 0)[:, None].repeat(1, logits.shape[1]).view(-1)
+        flat.masked_fill_(~is_allowed.index_fill_(0, sent["allowed"], True), -math.inf)
     if "forbidden" in sent:
         flat.index_fill_(0, sent["forbidden"], -math.inf)
+    if "biased" in sent:
+        flat.index_add_(0, sent["biased"], sent["bias"].float())
     if "used" in sent:
         used, count = sent["used"], sent["count"].float()
         row = used // logits.shape[1]

@@ -80,13 +80,15 @@ class SamplingRow:
     output_token_ids: Sequence[int] = ()
     """All tokens after the prompt and before the one to be chosen, drafts included."""
     forbidden_token_ids: Sequence[int] = ()
-    """Tokens that must not be chosen: end-of-text and stop tokens before `min_tokens`."""
+    """Tokens that must not be chosen: end-of-text and stop tokens before `min_tokens`, and the last tokens of
+    `bad_words`."""
 
 
 def probs_from_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The distribution each row is sampled from: `[num_rows, vocab]` logits → fp32 probabilities.
 
-    Order, as in vLLM: forbidden tokens, repetition / presence / frequency penalties, temperature, min-p, top-k, top-p.
+    Order, as in vLLM: tokens that are not allowed or forbidden, biases, repetition / presence / frequency penalties,
+    temperature, min-p, top-k, top-p.
     Temperature 0 gives a one-hot row at the (first) maximum, so greedy needs no other code path.
 
     Ties: top-k keeps all tokens that are exactly as likely as the k-th, so it may keep more than k. Among equally
@@ -124,7 +126,7 @@ def argmax(logits: Tensor) -> list[int]:
 def logprobs_of(logits: Tensor) -> Tensor:
     """The log-probabilities that are reported to users: the fp32 log-softmax of `[..., vocab]` logits, same shape.
 
-    The logits are the model's, before penalties, temperature and filters (vLLM's default, `raw_logprobs`).
+    The logits are the model's, before biases, penalties, temperature and filters (vLLM's default, `raw_logprobs`).
     """
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
@@ -161,9 +163,9 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow], uniforms: Sequence[float
 
 
 def _peaks(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
-    """The logits in fp32 with penalties applied, `[num_rows, vocab]`, and each row's largest logit, `[num_rows]`."""
+    """The logits in fp32 after `_edited`, `[num_rows, vocab]`, and each row's largest logit, `[num_rows]`."""
     check_rows(logits, rows)
-    logits = _with_penalties(logits.float(), rows)
+    logits = _edited(logits.float(), rows)
     peak = logits.amax(dim=-1)
     _check_valid([math.isfinite(p) for p in peak.tolist()], "the largest logit is NaN or infinite")
     return logits, peak
@@ -175,16 +177,22 @@ def check_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         raise MinillmError(f"{len(logits)} rows of logits came with {len(rows)} sampling rows: give one for each")
 
 
-def _with_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The logits with forbidden tokens at -inf and penalties applied; a copy if any row changes."""
-    edited = [i for i, row in enumerate(rows) if row.forbidden_token_ids or row.params.has_penalties]
+def _edited(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The logits with forbidden tokens at -inf, biases and penalties applied; a copy if any row changes."""
+    edited = [i for i, row in enumerate(rows) if row.forbidden_token_ids or row.params.edits_logits]
     if not edited:
         return logits
-    logits = logits.clone()
+    logits, vocab = logits.clone(), logits.shape[1]
     for i in edited:
-        forbidden = [token for token in rows[i].forbidden_token_ids if token < logits.shape[1]]
+        if (allowed := allowed_tokens(rows[i], vocab)) is not None:
+            kept = logits[i, allowed]
+            logits[i] = -math.inf
+            logits[i, allowed] = kept
+        forbidden = [token for token in rows[i].forbidden_token_ids if token < vocab]
         if forbidden:
             logits[i, forbidden] = -math.inf
+        if biases := biases_of(rows[i], vocab):
+            logits[i, list(biases)] += torch.tensor(list(biases.values()), device=logits.device)
         if rows[i].params.has_penalties:
             _penalise(logits[i], rows[i])
     return logits
@@ -198,6 +206,17 @@ def _penalise(logits: Tensor, row: SamplingRow) -> None:
     logits[index] = penalised(
         logits[index], count, params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     )
+
+
+def allowed_tokens(row: SamplingRow, vocab: int) -> list[int] | None:
+    """Those of `allowed_token_ids` that are below `vocab`; None if all tokens are allowed. A draft model may have fewer
+    tokens than the target, whose verdict counts: if it has none of the allowed ones, it may draft all."""
+    return [token for token in row.params.allowed_token_ids or () if token < vocab] or None
+
+
+def biases_of(row: SamplingRow, vocab: int) -> dict[int, float]:
+    """Those of `logit_bias` whose tokens are below `vocab`."""
+    return {token: bias for token, bias in (row.params.logit_bias or {}).items() if token < vocab}
 
 
 def used_tokens(row: SamplingRow) -> tuple[np.ndarray, np.ndarray]:

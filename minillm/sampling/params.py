@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
 from functools import wraps
+from math import isfinite
 from numbers import Integral, Real
 from typing import Any
 
@@ -63,6 +64,12 @@ class SamplingParams:
     logprobs: int | None = None
     """How many of the most likely tokens to report at each position, in addition to the chosen one; -1: all tokens."""
     prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens can be chosen. None: all."""
+    bad_words: Sequence[str] | None = None
+    """Texts that the output must not contain, as the tokenizer writes them (`minillm.sampling.bad_words`)."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -76,6 +83,12 @@ class SamplingParams:
             settled["stop"] = tuple(self.stop)  # the caller may change the list
         if self.stop_token_ids is not None:
             settled["stop_token_ids"] = tuple(map(int, self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            settled["allowed_token_ids"] = tuple(map(int, self.allowed_token_ids))
+        if self.bad_words is not None:
+            settled["bad_words"] = tuple(self.bad_words)
+        if self.logit_bias is not None:
+            settled["logit_bias"] = {int(token): float(bias) for token, bias in self.logit_bias.items()}
         for name, (kind, _, _) in _LIMITS.items():
             value = settled.get(name, getattr(self, name))
             if value is not None and type(value) not in (int, float):  # NumPy's integers overflow in sums
@@ -106,6 +119,13 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether any penalty is set, so that the probabilities depend on the tokens used so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything but `min_tokens` changes the logits, so that greedy may not take the model's most likely
+        token: penalties, biases, forbidden tokens."""
+        is_limited = self.allowed_token_ids is not None
+        return self.has_penalties or is_limited or bool(self.logit_bias) or bool(self.bad_words)
 
     def num_settled(self, text: str) -> int:
         """How many characters of an unfinished output's `text` no later token can take back.
@@ -192,6 +212,7 @@ def check_params(params: SamplingParams) -> None:
     if params.output_kind is RequestOutputKind.DELTA:
         raise UnsupportedError("output_kind=DELTA is not supported; take CUMULATIVE and compare with the last output")
     _check_stops(params)
+    _check_tokens(params)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise ConfigError(f"min_tokens={params.min_tokens}: must not be above max_tokens={params.max_tokens}")
     if params.n > 1 and params.is_greedy:
@@ -208,9 +229,34 @@ def _check_stops(params: SamplingParams) -> None:
         raise ConfigError(f"stop={stop!r}: must be a string or a sequence of strings, none of them empty, or None")
     if strings and not params.detokenize:
         raise ConfigError(f"stop={stop!r}: needs detokenize=True, because stop strings are found in the text")
-    tokens = () if ids is None else ids
-    if not _is_sequence_of(tokens, lambda t: isinstance(t, Integral) and not isinstance(t, bool) and t >= 0):
+    if not _is_sequence_of(() if ids is None else ids, _is_token_id):
         raise ConfigError(f"stop_token_ids={ids!r}: must be a sequence of integers from 0, or None")
+
+
+def _check_tokens(params: SamplingParams) -> None:
+    """Check what forbids tokens or makes them likelier."""
+    allowed, bad_words, biases = params.allowed_token_ids, params.bad_words, params.logit_bias
+    if allowed is not None and not (_is_sequence_of(allowed, _is_token_id) and len(allowed)):
+        raise ConfigError(
+            f"allowed_token_ids={allowed!r}: must be a sequence of at least one integer from 0, or None for all tokens"
+        )
+    words = () if bad_words is None else bad_words
+    if isinstance(words, str) or not _is_sequence_of(words, lambda word: isinstance(word, str) and word):
+        raise ConfigError(f"bad_words={bad_words!r}: must be a sequence of strings, none of them empty, or None")
+    if biases is not None and not (isinstance(biases, Mapping) and all(map(_is_bias, biases.items()))):
+        raise ConfigError(
+            f"logit_bias={biases!r}: must map token ids, integers from 0, to finite numbers, or be None; "
+            "allowed_token_ids and bad_words forbid tokens"
+        )
+
+
+def _is_bias(item: tuple[Any, Any]) -> bool:
+    token, bias = item
+    return _is_token_id(token) and isinstance(bias, Real) and not isinstance(bias, bool) and isfinite(bias)
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
 
 
 def _is_sequence_of(values: Any, good: Callable[[Any], Any]) -> bool:

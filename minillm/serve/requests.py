@@ -21,9 +21,7 @@ from minillm.serve.http_errors import ApiError
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
@@ -35,7 +33,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "kv_transfer_params": (),
-    "logit_bias": ({},),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
     "moderation": (),
@@ -112,6 +109,10 @@ class GenerationRequest(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: TokenIds | None = None
+    logit_bias: dict[int, float] | None = None
+    """Each is taken as at least -100 and at most 100, as in vLLM."""
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -151,13 +152,15 @@ class GenerationRequest(BaseModel):
             name: getattr(defaults if getattr(self, name) is None else self, name)
             for name in (
                 *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-                *("repetition_penalty", "skip_special_tokens", "stop_token_ids"),
+                *("repetition_penalty", "skip_special_tokens", "stop_token_ids", "allowed_token_ids", "bad_words"),
             )
         }
         return SamplingParams(
             **given,
             **own,
             seed=self.seed,
+            logit_bias={token: min(100.0, max(-100.0, bias)) for token, bias in (self.logit_bias or {}).items()}
+            or None,
             stop=self.stop or None,  # clients send [] for none
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,

@@ -44,7 +44,7 @@ def test_the_client_gets_the_tokens_of_the_offline_engine_in_order(tiny: TinyPai
                 assert answer.began < answer.arrivals[0] and answer.arrivals == sorted(answer.arrivals)
                 assert len(answer.arrivals) == 10
         with pytest.raises(LoadError, match=r"400 bad request: .*is not supported"):
-            client.run([{**own, "prompt": "a", "logit_bias": {"5": 1}}])
+            client.run([{**own, "prompt": "a", "structured_outputs": {"regex": "a"}}])
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -76,7 +76,10 @@ def test_a_chain_is_judged_as_without_the_tree_beside_it(rule: Rule, params: Sam
 
 @pytest.mark.parametrize(
     "changes",
-    [{"repetition_penalty": 1.9}, {"min_tokens": 9}, {"temperature": 0.7, "seed": 3}, {"frequency_penalty": 2.0}],
+    [
+        *({"repetition_penalty": 1.9}, {"min_tokens": 9}, {"temperature": 0.7, "seed": 3}, {"frequency_penalty": 2.0}),
+        *({"logit_bias": {3: 1.0}}, {"allowed_token_ids": [1, 2]}, {"bad_words": ["a"]}),
+    ],
     ids=str,
 )
 def test_one_request_that_needs_probabilities_gets_them_and_changes_nobody(changes: dict[str, Any]) -> None:

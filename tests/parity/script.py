@@ -90,6 +90,27 @@ CASES: dict[str, tuple[Any, Any]] = {
         FIB,
         {**GREEDY, "presence_penalty": -1.0, "frequency_penalty": -0.5, "repetition_penalty": 0.8},
     ),
+    # so do biases and forbidden tokens
+    "logit bias": (FIB, {**GREEDY, "logit_bias": {CALL: 6.5, 200: -3.0}, "logprobs": 1}),
+    "logit bias for all": (LICENCE, {**GREEDY, "logit_bias": {435: 100.0}}),
+    "logit bias and penalties": (MAIN, {**GREEDY, "logit_bias": {CALL: 5.0}, "repetition_penalty": 1.4, "logprobs": 1}),
+    "allowed tokens": (FIB, {**GREEDY, "allowed_token_ids": [CALL, 435, 717, 200, CALL], "logprobs": 1}),
+    "one allowed token": (FIB, {"max_tokens": 4, "allowed_token_ids": [CALL]}),
+    "bad words": (FIB, {**GREEDY, "bad_words": ["return", "if", " n"], "logprobs": 1}),
+    "bad words of several tokens": (LICENCE, {**GREEDY, "bad_words": ["compliance", "with the", "isinstance", "the"]}),
+    "bad words at the end of text": (ENDS, {**GREEDY, "bad_words": ["def", "import"], "min_tokens": 5}),
+    "no bad words": (FIB, {**GREEDY, "bad_words": [], "logit_bias": {}}),
+    "all of them": (
+        MAIN,
+        {
+            **GREEDY,
+            "bad_words": ["=", "("],
+            "logit_bias": {717: 4.0},
+            "allowed_token_ids": list(range(0, 4096, 3)),
+            "frequency_penalty": 0.5,
+            "logprobs": 1,
+        },
+    ),
     # log-probabilities
     "logprobs 0": (FIB, {**GREEDY, "logprobs": 0}),
     "logprobs 3": (FIB, {**GREEDY, "logprobs": 3}),
@@ -197,6 +218,7 @@ BAD_PARAMS: dict[str, dict[str, Any]] = {
     "stop without text": {"stop": "a", "detokenize": False},
     "stop_token_ids text": {"stop_token_ids": ["a"]},
     "stop_token_ids one number": {"stop_token_ids": 5},
+    "bad_words empty": {"bad_words": [""]},
     "an option that nobody has": {"no_such_option": 1},
 }
 """What SamplingParams itself may refuse."""
@@ -216,6 +238,12 @@ BAD_REQUESTS: dict[str, tuple[Any, Any]] = {
     "prompt with half a surrogate pair": ("a\ud800", GREEDY),
     "stop token over the vocabulary": (FIB, {**GREEDY, "stop_token_ids": [4096]}),
     "stop token negative": (FIB, {**GREEDY, "stop_token_ids": [-1]}),
+    "no allowed token": (FIB, {**GREEDY, "allowed_token_ids": []}),
+    "allowed token over the vocabulary": (FIB, {**GREEDY, "allowed_token_ids": [4096]}),
+    "allowed token negative": (FIB, {**GREEDY, "allowed_token_ids": [-1]}),
+    "logit bias over the vocabulary": (FIB, {**GREEDY, "logit_bias": {4096: 1.0}}),
+    "logit bias negative": (FIB, {**GREEDY, "logit_bias": {-1: 1.0}}),
+    "bad word without tokens": (FIB, {**GREEDY, "bad_words": [" "]}),
     "logprobs 21": (FIB, {"temperature": 0, "max_tokens": 1, "logprobs": 21}),
     "logprobs of all": (FIB, {"temperature": 0, "max_tokens": 1, "logprobs": -1}),
     "prompt_logprobs of all": (FIB, {"temperature": 0, "max_tokens": 1, "prompt_logprobs": -1}),

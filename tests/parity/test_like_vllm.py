@@ -70,12 +70,14 @@ KNOWN = [
     Known("signatures/EngineArgs/max_num_batched_tokens", "as max_num_seqs", says(2048)),
     Known("signatures/EngineArgs/enable_chunked_prefill", "vLLM chooses by the model", says(True)),
     Known("signatures/SamplingParams()/stop*", "params stay what the user wrote; vLLM makes lists", says(None)),
+    Known("signatures/SamplingParams()/bad_words", "as above", says(None)),
     Known("signatures/SamplingParams, normalised/stop", "as above", says("a")),
     Known("signatures/SamplingParams, normalised/stop_token_ids", "as above; once or twice is the same", says([5, 5])),
     Known("signatures/SamplingParams, normalised/top_k", "as above; it changes nothing when greedy", says(7)),
     Known("signatures/SamplingParams, normalised/top_p", "as above; it changes nothing when greedy", says(0.5)),
     Known("signatures/SamplingParams, normalised/temperature", "vLLM makes 0.01 of 0 < t < 0.01", says(0.005)),
     Known("objects/SamplingParams/stop*", "as in the signatures: None stays None", says("NoneType")),
+    Known("objects/SamplingParams/bad_words", "as above", says("NoneType")),
     Known("objects/SamplingParams/all_stop_token_ids", "params are frozen", says("frozenset")),
     Known("objects/RequestOutput/metrics", "minillm always counts, vLLM if log stats are on", says("RequestMetrics")),
     Known("refused/assigning to a field/refused", "params are frozen: a running request holds them", says(True)),
@@ -110,7 +112,7 @@ ABSENT_METHODS = {
 }
 """Of vLLM's `LLM`. README.md names those that users ask for."""
 REFUSED_FIELDS = {
-    *("allowed_token_ids", "bad_words", "extra_args", "flat_logprobs", "logit_bias", "logprob_token_ids"),
+    *("extra_args", "flat_logprobs", "logprob_token_ids"),
     *("output_text_buffer_length", "prompt_logprob_start", "prompt_logprob_token_ids"),
     *("repetition_detection", "routed_experts_prompt_start", "skip_clone", "skip_reading_prefix_cache"),
     *("spaces_between_special_tokens", "stream_interval", "structured_outputs", "thinking_token_budget"),
@@ -202,9 +204,9 @@ def test_neither_side_has_cases_of_its_own(ours: dict[str, Any]) -> None:
 def test_greedy_tokens_are_no_close_call() -> None:
     """Every token of the record that is the model's own choice leads by `MARGIN`: rounding cannot turn it.
 
-    Penalties and `min_tokens` bend the choice, so their cases are left out.
+    Penalties, biases, forbidden tokens and `min_tokens` bend the choice, so their cases are left out.
     """
-    bent = ("penalty", "min_tokens")
+    bent = ("penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words")
     prompts = [
         (name, len(told["prompt_token_ids"]), [*told["prompt_token_ids"], *told["outputs"][0]["token_ids"]])
         for name, (_, options) in script.CASES.items()

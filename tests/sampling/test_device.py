@@ -14,7 +14,7 @@ from minillm.errors import MinillmError, NonFiniteLogitsError
 from minillm.ops.transfer import copy_to_device
 from minillm.sampling import Draw, SamplingParams, SamplingRow, choose, probs_from_logits, uniform, uniforms
 from minillm.sampling import device as device_sampling
-from minillm.sampling.device import DeviceSampler, SamplingPlan, penalised_logits
+from minillm.sampling.device import DeviceSampler, SamplingPlan, edited_logits
 from tests.chi_square import p_value
 from tests.no_waiting import NoWaiting, Waits
 from tests.sampling.test_host import VOCAB, batches
@@ -29,6 +29,9 @@ RULES = {
     "top_p": {"top_p": 0.7},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
     "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.7},
+    "biases": {"logit_bias": {5: 2.5, 7: 9.0, 31_998: -3.0}, "top_k": 4},
+    "allowed": {"allowed_token_ids": [3, 7, 5, 31_998], "logit_bias": {5: 40.0}, "presence_penalty": 1.0},
+    "greedy allowed": {"temperature": 0.0, "allowed_token_ids": [7, 31_998]},
     "all": {"temperature": 1.3, "min_p": 0.02, "top_k": 9, "top_p": 0.8, "frequency_penalty": 0.4},
 }
 
@@ -103,8 +106,8 @@ def test_plain_greedy_rows_send_nothing():
 
 
 def test_drawing_reads_once_and_keeps_the_probabilities_where_they_are():
-    logits, rows = torch.randn(8, 90, generator=torch.Generator().manual_seed(2)), rows_of(*RULES)
-    drawn = uniforms([5] * 8, range(8), [Draw.DRAFT] * 8)
+    logits, rows = torch.randn(len(RULES), 90, generator=torch.Generator().manual_seed(2)), rows_of(*RULES)
+    drawn = uniforms([5] * len(RULES), range(len(RULES)), [Draw.DRAFT] * len(RULES))
     with NoWaiting() as crossed:
         tokens, probs = SAMPLER.draw(logits, rows, drawn)
     assert crossed == {"send": 1, "read": 1}
@@ -187,7 +190,7 @@ WAITING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", WAITING)
 def test_a_planted_wait_is_seen(name, monkeypatch):
     monkeypatch.setattr(
-        device_sampling, "penalised_logits", lambda logits, sent: penalised_logits(WAITING[name](logits), sent)
+        device_sampling, "edited_logits", lambda logits, sent: edited_logits(WAITING[name](logits), sent)
     )
     with pytest.raises(Waits), NoWaiting():
         SAMPLER.choose(torch.randn(2, 20), rows_of("top_p", "greedy"), np.zeros(2))

@@ -55,6 +55,9 @@ BAD_VALUES = {
     "min_tokens": [-1, 17, 0.5, None, True],
     "logprobs": [-2, 1.5, True, "5"],
     "prompt_logprobs": [-2, 1.5, True],
+    "logit_bias": [7, [5], {"5": 1.0}, {-1: 1.0}, {5: "1"}, {5: math.nan}, {5: -math.inf}, {True: 1.0}, {5: True}],
+    "allowed_token_ids": [7, [], ["a"], [-1], [1.5], [True], "12", {5}],
+    "bad_words": ["word", [""], [7], ["a", None], 7, {"a"}],
     "detokenize": [0, None],
     "skip_special_tokens": [1],
     "include_stop_str_in_output": ["no"],
@@ -86,6 +89,8 @@ def test_every_field_has_a_bad_value_above():
         {"max_tokens": 4, "min_tokens": 4, "logprobs": -1, "prompt_logprobs": 0},
         {"stop": [], "detokenize": False},
         {"n": 16384, "seed": -(2**63)},
+        {"logit_bias": {}, "bad_words": []},
+        {"logit_bias": {0: -1000, 7: 3.5}, "allowed_token_ids": [0], "bad_words": (" ",)},
     ],
 )
 def test_values_on_the_limit_are_accepted(good):
@@ -125,6 +130,24 @@ def test_params_cannot_turn_bad_later():
     assert params.clone() == params == pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == SamplingParams()
 
 
+def test_params_do_not_change_with_what_they_were_made_of():
+    biases, allowed, words = {5: 1}, [5, 6], ["a"]
+    params = SamplingParams(logit_bias=biases, allowed_token_ids=allowed, bad_words=words)
+    biases[6], allowed[0] = 2, 7
+    words.append("b")
+    assert params.logit_bias == {5: 1.0} and params.allowed_token_ids == (5, 6) and params.bad_words == ("a",)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+
+
+def test_a_draft_model_without_any_allowed_token_may_draft_all():
+    """It may have fewer tokens than the target, which refuses what is not allowed."""
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    row = SamplingRow(SamplingParams(temperature=0, allowed_token_ids=[3, 9], logit_bias={9: 5.0}))
+    assert probs_from_logits(logits, [row]).tolist() == [[0.0, 0.0, 1.0]]
+    row = SamplingRow(SamplingParams(temperature=0, allowed_token_ids=[1, 9]))
+    assert probs_from_logits(logits, [row]).tolist() == [[0.0, 1.0, 0.0]]
+
+
 def test_a_subclass_of_params_may_have_attributes_of_its_own():
     class Tagged(SamplingParams):
         pass
@@ -150,8 +173,10 @@ def test_stop_may_be_a_string_or_a_list():
 def slow_probs(logits: list[float], row: SamplingRow) -> list[float]:
     """One row in plain Python floats, one rule after the other: slow, and easy to believe."""
     params, logits = row.params, list(logits)
-    for token in row.forbidden_token_ids:
-        logits[token] = -math.inf
+    for token in range(len(logits)):
+        if token in row.forbidden_token_ids or token not in (params.allowed_token_ids or range(len(logits))):
+            logits[token] = -math.inf
+        logits[token] += (params.logit_bias or {}).get(token, 0.0)
     for token in {*row.prompt_token_ids, *row.output_token_ids}:
         scale = params.repetition_penalty
         logits[token] = logits[token] / scale if logits[token] > 0 else logits[token] * scale
@@ -188,6 +213,9 @@ sampling_rows = st.builds(
         presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -1.25]),
         frequency_penalty=st.sampled_from([0.0, 0.0, 0.25, -0.5]),
         repetition_penalty=st.sampled_from([1.0, 1.0, 2.0, 0.5]),
+        logit_bias=st.none() | st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-6.0, -0.75, 1.5, 4.0])),
+        # At most three tokens are forbidden below, so one of four is left.
+        allowed_token_ids=st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=4).map(tuple),
     ),
     prompt_token_ids=tokens,
     output_token_ids=tokens,

@@ -66,7 +66,17 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "best_of": 3}, "best_of=3 is not supported", "best_of"),
     ({"prompt": "a", "logprobs": 6}, "logprobs=6 must be from 0 to 5", "logprobs"),
     ({"prompt": "a", "logprobs": -1}, "logprobs=-1 must be from 0 to 5", "logprobs"),
-    ({"prompt": "a", "logit_bias": {"5": 1.0}}, "logit_bias is not supported", "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"a": 1.0}}, "logit_bias", "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": "much"}}, "logit_bias", "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"-5": 1.0}}, "logit_bias={-5: 1.0}: must map token ids", None),
+    ({"prompt": "a", "logit_bias": {"100000": 1.0}}, "logit_bias has 100000", None),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids=[]: must be", None),
+    ({"prompt": "a", "bad_words": [""]}, "bad_words=['']: must be", None),
+    (
+        {"prompt": "a", "structured_outputs": {"regex": "a"}},
+        "structured_outputs is not supported",
+        "structured_outputs",
+    ),
     ({"prompt": "a", "request_id": "mine"}, "request_id is not supported", "request_id"),
     (
         {"prompt": "a", "response_format": {"type": "json_object"}},

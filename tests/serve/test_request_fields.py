@@ -40,6 +40,9 @@ SAMPLING = {
     "seed": 11,
     "stop": ["never said"],
     "stop_token_ids": [7],
+    "logit_bias": {9: 1.5, 10: 100.0, 11: -100.0},
+    "allowed_token_ids": [7, 9, 10, 11, 200],
+    "bad_words": ["def"],
     "ignore_eos": True,
     "min_tokens": 2,
     "include_stop_str_in_output": True,
@@ -74,6 +77,13 @@ def test_a_field_reaches_the_sampling_params(
     assert getattr(plain, name) != SAMPLING[name]
     given = kind(**body, **{name: SAMPLING[name]}).sampling_params(SamplingParams(), max_tokens=8)
     assert given == replace(plain, **{name: SAMPLING[name]})
+
+
+def test_biases_are_taken_as_at_least_minus_100_and_at_most_100() -> None:
+    """As in vLLM; the keys of a JSON object are strings."""
+    body = CompletionRequest.model_validate_json('{"prompt": "a", "logit_bias": {"9": 300.0, "11": -1e9, "5": 2}}')
+    given = body.sampling_params(SamplingParams(), max_tokens=8)
+    assert given.logit_bias == {9: 100.0, 11: -100.0, 5: 2.0}
 
 
 @pytest.mark.parametrize(("kind", "path", "body"), BODIES)
