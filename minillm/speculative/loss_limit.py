@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
-from minillm.speculative.step_times import Mean, PlainTimes, within
+from minillm.speculative.step_times import LARGEST_CHANGE, PlainTimes
 
-PLAIN_STEPS = 8
+PLAIN_STEPS = 10
 """So many steps at a time go without drafts, to be compared."""
-FIRST_PLAIN, PLAIN_EVERY = 8, 256
-"""Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 256."""
+FIRST_PLAIN, PLAIN_EVERY = 16, 512
+"""Drafting goes on for as long as so many steps without drafts take before the next `PLAIN_STEPS` of them: 16 at first,
+doubled each time up to 512."""
+COMPARED_KEPT = 32
+"""Steps with drafts are judged by the median of so many of the latest that were compared."""
 LOSS_SHARE = 0.01
 """What drafting may lose in the long run, as a share of the time of the steps without drafts."""
 MOST_LOST = 8
-"""Drafting rests once it has cost this many steps without drafts. The first drafts of a request take as long as some
-five, while a draft model or an index reads the prompt."""
+"""Drafting rests once it has cost this many steps without drafts, and no step counts as a larger loss: it may have been
+interrupted. The first drafts of a request take as long as some five, while a draft model or an index reads the
+prompt."""
 MOST_SAVED = 32
 """At most this many steps without drafts count as saved: when the text changes, drafting may lose them again."""
 SAVED_BY_OTHERS = 8
@@ -33,8 +39,10 @@ class LossLimit(DraftPolicy):
 
     Once `MOST_LOST` steps without drafts are lost, drafting rests until `saved` is back at zero. To know what steps
     without drafts take, some go without now and then. A step with drafts is compared only with steps that went without
-    shortly before it, because the speed of a machine changes. If there are none, it counts with the duration that the
-    policy predicts, times how much longer than predicted the compared steps took.
+    shortly before it, because the speed of a machine changes. If there are none, what it saved is guessed from the
+    duration that the policy predicts, times how much longer than predicted the compared steps took. Guesses do not
+    count: else a policy that predicts too little would be believed most of the time. But once `MOST_LOST` steps seem to
+    be lost by them, the next steps are compared.
 
     Not counted are steps that compute a prompt, and those with a request that samples with a seed of its own, which
     always gets all its drafts.
@@ -43,22 +51,26 @@ class LossLimit(DraftPolicy):
     policy: DraftPolicy
     plain_times: PlainTimes
     """What steps without drafts take. The policy keeps it."""
-    _exceeded: Mean = field(init=False, default_factory=Mean)
-    """What compared steps with drafts took, over what the policy predicted."""
+    _exceeded: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=COMPARED_KEPT))
+    """What the latest compared steps with drafts took, over what the policy predicted."""
+    _usually_exceeded: float = field(init=False, default=1.0)
+    """The median of `_exceeded`. It is asked for more often than it changes."""
     _requests: Sequence[Request] = field(init=False, default=())
     """Those of the latest plan."""
     _seeded: Sequence[bool] = field(init=False, default=())
     """Which of them sample with a seed of their own."""
     _saved: float = field(init=False, default=0.0)
     """Seconds."""
+    _guessed: float = field(init=False, default=0.0)
+    """Seconds that the latest steps with drafts seem to have saved without being compared, at most 0."""
     _plain: float = field(init=False, default=0.0)
     """Seconds of a step with the same requests, without drafts; 0 before that was measured."""
     _accepted: int = field(init=False, default=0)
     """Drafts accepted in this step."""
-    _drafted_steps: int = field(init=False, default=0)
-    """Steps with drafts since some went without."""
+    _drafted: float = field(init=False, default=0.0)
+    """How long steps with drafts took since some went without, in steps without."""
     _plain_after: int = field(init=False, default=FIRST_PLAIN)
-    """Steps with drafts before the next steps without."""
+    """How long until the next steps without."""
     _compared_left: int = field(init=False, default=0)
     """Steps without drafts that are left of those to be compared."""
     _rests: bool = field(init=False, default=False)
@@ -76,9 +88,10 @@ class LossLimit(DraftPolicy):
             self._seeded = [request.samples_with_own_seed for request in requests]
         if self._rests or self._saved < -MOST_LOST * self._plain:
             self._rests = self._saved < 0
-        if not self._rests and self._drafted_steps >= self._plain_after:
-            self._drafted_steps, self._compared_left = 0, PLAIN_STEPS
-            self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
+        is_due, seems_to_lose = self._drafted >= self._plain_after, self._guessed < -MOST_LOST * self._plain
+        if not self._rests and (is_due or seems_to_lose):
+            self._drafted, self._guessed, self._compared_left = 0.0, 0.0, PLAIN_STEPS
+            self._plain_after = min((1 + is_due) * self._plain_after, PLAIN_EVERY)
         any_seeded = any(self._seeded)
         if not self._rests and (any_seeded or not self._compared_left):
             return self.policy.plan(requests, num_rows)
@@ -95,7 +108,7 @@ class LossLimit(DraftPolicy):
         self.policy.plan_held(0 if self._rests else num_steps)
 
     def _add_saved(self, saved: float) -> None:
-        self._saved = min(self._saved + saved, MOST_SAVED * self._plain)
+        self._saved = min(self._saved + max(saved, -MOST_LOST * self._plain), MOST_SAVED * self._plain)
 
     def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
@@ -110,17 +123,20 @@ class LossLimit(DraftPolicy):
             self._add_saved(LOSS_SHARE * self._plain)
             self._compared_left = max(0, self._compared_left - 1)
             return
-        self._drafted_steps += 1
+        self._drafted += max(1.0, seconds / self._plain) if self._plain else 1.0
         if not self._plain or any(self._seeded):
             return
         predicted = 1 + self.policy.added_seconds(drafts, num_rows, num_context) / self._plain
-        exceeded, ratio = self._exceeded.value, self.plain_times.ratio(num_requests, num_context, seconds)
+        ratio = self.plain_times.ratio(num_requests, num_context, seconds)
+        gained = 1 + self._accepted / num_requests
         if ratio is not None:
-            self._exceeded.add(ratio / predicted)
-            exceeded = within(ratio / predicted, self._exceeded.value)
-        if self._exceeded.count:
-            gained = 1 + self._accepted / num_requests
-            self._add_saved((gained - exceeded * predicted) * self._plain)
+            self._exceeded.append(ratio / predicted)
+            self._usually_exceeded = statistics.median_low(self._exceeded)
+            took = predicted * min(ratio / predicted, LARGEST_CHANGE * self._usually_exceeded)
+            self._add_saved((gained - took) * self._plain)
+        elif self._exceeded:
+            guessed = (gained - predicted * self._usually_exceeded) * self._plain
+            self._guessed = min(self._guessed + guessed, 0.0)
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
         """See `DraftPolicy.added_seconds`."""

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from minillm.speculative.step_costs import StepCosts
+from minillm.speculative.step_costs import SETTLING_STEPS, StepCosts
 
 LARGEST_CHANGE = 2.0
 """A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
@@ -25,10 +25,9 @@ STALE_STEPS_KEPT = 2
 """Of those measured longer ago, so many are kept when one is measured again: it may have been interrupted."""
 DRAFTED_WEIGHT = 0.02
 """What the latest step with drafts weighs at least in means over them."""
-SETTLING_STEPS, MOST_SKIPPED = 4, 64
-"""The first steps without drafts behind drafts or a prompt, which are not counted: they find other code and data in the
-processor's caches, and take up to three times as long. And how many are left out one after the other at most: where
-prompts come every few steps, all steps are such."""
+MOST_SKIPPED = 64
+"""At most so many steps are left out one after the other (`SETTLING_STEPS`): where prompts come every few steps, all
+steps are such."""
 PRIOR_STEPS = 8
 """How many steps with drafts the measured costs weigh as much as."""
 NOISE = 0.15
@@ -41,21 +40,6 @@ LEAST_SHARE = 0.1
 def within(found: float, usual: float) -> float:
     """`found`, at most `LARGEST_CHANGE` times what is usual, and at least that part of it."""
     return min(max(found, usual / LARGEST_CHANGE), usual * LARGEST_CHANGE)
-
-
-@dataclass
-class Mean:
-    """Running mean; the latest value has a weight of at least `DRAFTED_WEIGHT`."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        """Count a value; one that is far from the mean, as `within` it."""
-        self.count += 1
-        if self.count > 1:
-            value = within(value, self.value)
-        self.value += max(DRAFTED_WEIGHT, 1 / self.count) * (value - self.value)
 
 
 @dataclass

@@ -37,7 +37,7 @@ CHEAP_ROWS = StepCosts({1: 1.0, 64: 1.0 + 63 * 0.02})
 """As of a large model: its weights are read once."""
 CHEAP_SECOND_ROW = StepCosts({1: 1.0, 2: 1.1, 64: 63.1})
 """A try with one draft may come after the shortest pause."""
-STEPS_IN_TURN = 6
+STEPS_IN_TURN = 8
 """Steps without drafts, and then as many with them."""
 
 

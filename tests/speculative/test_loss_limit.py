@@ -60,13 +60,20 @@ def limited(num_drafts: int = 4, costs: StepCosts = COSTS) -> LossLimit:
 def test_now_and_then_a_step_goes_without_drafts() -> None:
     """Otherwise what steps without them take would be known from long ago only."""
     policy, request, counts = limited(), a_request(), []
-    for _ in range(4 * PLAIN_EVERY):
+    for _ in range(3 * PLAIN_EVERY + 80):
         counts += policy.plan([request], 1).num_drafts
         policy.step_finished({request: counts[-1]} if counts[-1] else {}, 1 + counts[-1], 3, 0.9 if counts[-1] else 1.0)
     runs = [(count > 0, len(list(run))) for count, run in groupby(counts)]
     drafted = [length for has_drafts, length in runs if has_drafts]
-    assert drafted[:7] == [FIRST_PLAIN, 16, 32, 64, 128, PLAIN_EVERY, PLAIN_EVERY]
+    assert drafted[:7] == [FIRST_PLAIN, 32, 64, 128, 256, PLAIN_EVERY, PLAIN_EVERY]
     assert {length for has_drafts, length in runs if not has_drafts} == {PLAIN_STEPS}
+
+
+def test_steps_that_take_longer_are_compared_after_fewer() -> None:
+    run = Run(limited())
+    run.steps(6000, lambda: 4, 4.0)
+    lengths = [len(list(steps)) for has_drafts, steps in groupby(run.drafts, key=bool) if has_drafts]
+    assert lengths[:7] == [FIRST_PLAIN, 8, 16, 32, 64, PLAIN_EVERY / 4, PLAIN_EVERY / 4]
 
 
 def test_a_request_with_a_seed_of_its_own_always_gets_its_drafts() -> None:
@@ -217,15 +224,27 @@ def test_whatever_is_predicted_drafting_loses_little(accepted: int, seconds: flo
 def test_drafting_that_gains_never_rests(accepted: int, seconds: float) -> None:
     run = Run(limited())
     run.steps(4000, lambda: accepted, seconds)
-    assert sum(map(bool, run.drafts)) > 3800 and run.seconds < run.tokens
+    assert not run.policy._rests
+    assert sum(map(bool, run.drafts)) > 3700 and run.seconds < run.tokens
 
 
-def test_a_single_interruption_does_not_end_drafting_that_gains() -> None:
+@pytest.mark.parametrize("interrupted", [FIRST_PLAIN + PLAIN_STEPS + 1, 100])
+def test_a_single_interruption_does_not_end_drafting_that_gains(interrupted: int) -> None:
     """Another program took the processor for as long as fifty steps."""
-    times = iter([*[1.0] * 40, 50.0, *[1.0] * 959])
+    times = iter([*[1.0] * interrupted, 50.0, *[1.0] * 999])
     run = Run(limited(), lambda: next(times))
     run.steps(1000, lambda: 2, 2.5)
-    assert run.drafts[40] and sum(map(bool, run.drafts)) > 930
+    assert run.drafts[interrupted] and sum(map(bool, run.drafts)) > 900
+
+
+def test_an_interruption_of_the_first_compared_step_costs_one_rest() -> None:
+    """Nothing yet says that it is unusual."""
+    first = FIRST_PLAIN + PLAIN_STEPS
+    times = iter([*[1.0] * first, 50.0, *[1.0] * 2999])
+    run = Run(limited(), lambda: next(times))
+    run.steps(3000, lambda: 2, 2.5)
+    assert run.drafts[first] and run.drafts[first + 1 :].index(4) <= MOST_LOST / LOSS_SHARE
+    assert sum(map(bool, run.drafts[-2000:])) > 1900
 
 
 @dataclass
@@ -247,7 +266,7 @@ class Machine:
         return self.speed
 
 
-@pytest.mark.parametrize(("seconds", "least", "most"), [(2.5, 7000, 8000), (3.4, 20, 400)])
+@pytest.mark.parametrize(("seconds", "least", "most"), [(2.5, 6800, 8000), (3.4, 20, 500)])
 def test_the_machine_has_another_speed_whenever_requests_come(
     monkeypatch: pytest.MonkeyPatch, seconds: float, least: int, most: int
 ) -> None:
@@ -258,6 +277,45 @@ def test_the_machine_has_another_speed_whenever_requests_come(
     run = Run(limited(), machine.noise)
     run.steps(8000, lambda: 2, seconds)
     assert least < sum(map(bool, run.drafts)) < most
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_policy_that_predicts_too_little_is_not_believed_while_nothing_is_compared(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Drafting gives 0.86 of plain speed for short texts and long ones. What it adds to a step is measured for short
+    ones, and grows with the text more than predicted, so a policy that learns is wrong whenever the texts change."""
+    machine, share = Machine(), 0.003
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: machine.now)
+    policy = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1.0}, share, 0.75, 0.75))
+    limit, draw = LossLimit(policy, policy.plain_times), random.Random(seed)
+    held, plan, seconds, plain_seconds, drafted = 0, DraftPlan([]), 0.0, 0.0, 0
+    for number in range(200):
+        length = 60 if number // 40 % 2 == 0 else 1500
+        request = Request(str(number), "", [1] * length, length, SamplingParams(temperature=0), 400, seed=0)
+        machine.now += 1000.0
+        if held:
+            limit.plan_held(plan.num_steps - 1 - held)
+        held, plan = 0, DraftPlan([])
+        while request.num_output_tokens < 160:
+            plain = (1 + share * request.num_tokens) * draw.uniform(0.95, 1.05)
+            took, accepted, drafts = plain, 0, {}
+            if held:
+                held -= 1
+                if not held:
+                    limit.plan_held(plan.num_steps - 1)
+            else:
+                plan = limit.plan([request], 1)
+                held, [count] = plan.num_steps - 1, plan.num_drafts
+                if count:
+                    accepted = next((i for i in range(count) if draw.random() > 0.985), count)
+                    took, drafts = plain * (1 + 4.65 * count / 4), {request: count}
+                    limit.judged(request, count, count, accepted)
+                limit.step_finished(drafts, 1 + sum(drafts.values()), request.num_tokens, took)
+            request.token_ids += [1] * (1 + accepted)
+            machine.now, seconds, drafted = machine.now + took, seconds + took, drafted + bool(drafts)
+            plain_seconds += plain * (1 + accepted)
+    assert drafted and 0.98 < plain_seconds / seconds < 1.0
 
 
 def test_drafts_that_cost_less_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +361,7 @@ def test_a_gain_that_comes_later_is_found() -> None:
     run.steps(1000, lambda: 0, 1.5)
     assert sum(map(bool, run.drafts)) < 150
     run.steps(2000, lambda: 3, 1.5)
-    assert sum(map(bool, run.drafts[-500:])) > 480
+    assert sum(map(bool, run.drafts[-500:])) > 460
 
 
 def test_another_number_of_requests_is_compared_with_the_same() -> None:

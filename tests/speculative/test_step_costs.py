@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,10 @@ def seconds(run: Callable[[], Any]) -> float:
 def test_costs_are_those_of_the_machine(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose times are exact, so all costs must be found."""
 
-    def timed(runs: Mapping[str | int, Callable[[], Any]], plain: Callable[[], Any]) -> dict[str | int, float]:
+    def timed(
+        runs: Mapping[str | int, Callable[[], Any]], plain: Callable[[], Any], drafting: Collection[str]
+    ) -> dict[str | int, float]:
+        assert {name for name in runs if name in drafting} == {n for n in runs if "draft" in str(n) or n == "requests"}
         for run in runs.values():
             run()
         assert plain is runs[1]
@@ -42,3 +45,39 @@ def test_costs_are_those_of_the_machine(tiny: TinyPair, monkeypatch: pytest.Monk
     for name in ("context_token", "context_row", "first_draft", "next_draft", "next_request", "context_draft"):
         assert getattr(costs, name) == pytest.approx(getattr(TRUE, name)), name
     assert costs.forward[5] - costs.forward[1] == pytest.approx(TRUE.target(5, 64, 5) - TRUE.target(1, 64))
+
+
+class Cold:
+    """A machine on which the target takes half as long again just behind drafts, and whose clock shows only that."""
+
+    def __init__(self, plain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plain, self.now, self.cold, self.calls = plain, 0.0, 0, 0
+        monkeypatch.setattr(step_costs.time, "perf_counter", lambda: self.now)
+
+    def target(self, multiple: float = 1.0) -> None:
+        """A forward."""
+        self.now += multiple * self.plain * (1.5 if self.cold else 1.0)
+        self.cold, self.calls = max(0, self.cold - 1), self.calls + 1
+
+    def draft(self) -> None:
+        """Drafts."""
+        self.now += 3 * self.plain
+        self.cold, self.calls = step_costs.SETTLING_STEPS, self.calls + 1
+
+    def times(self) -> dict[str | int, float]:
+        """What is measured, over a plain step."""
+        forwards = {n: partial(self.target, 1 + 0.1 * (n - 1)) for n in (1, 2, 8, 64)}
+        runs = {**forwards, "long": partial(self.target, 1.7), "draft": self.draft, "drafts": self.draft}
+        found = step_costs._time_in_turn(runs, plain=runs[1], drafting=("draft", "drafts"))
+        return {name: seconds / self.plain for name, seconds in found.items()}
+
+
+def test_nothing_is_compared_with_a_step_just_behind_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Cold(0.0003, monkeypatch).times()
+    assert found == pytest.approx({1: 1.0, 2: 1.1, 8: 1.7, 64: 7.3, "long": 1.7, "draft": 3.0, "drafts": 3.0})
+
+
+def test_a_slow_model_is_measured_once_and_without_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Cold(0.3, monkeypatch)
+    assert machine.times().keys() == {1, 2, 8, "long", "draft", "drafts"}
+    assert machine.calls == 2 + 6 + 12

@@ -284,14 +284,14 @@ def test_synthetic_rates_need_no_draft_model(tiny: TinyPair):
 def test_the_lesson_names_the_numbers_of_the_rule() -> None:
     """Its prose says when adaptive drafting begins, goes without drafts, and rests."""
     text = " ".join(SOURCE.read_text(encoding="utf-8").replace("\n# ", " ").split())
-    words = {8: "eight"}
+    words = {8: "eight", 10: "ten"}
     for stated in (
         f"({adaptive_drafts.FIRST_RATE:.0%}), and it drafts only where it predicts to gain "
         f"{adaptive_drafts.MIN_GAIN - 1:.0%} or more",
         f"a decision to draft holds for {adaptive_drafts.PLAN_STEPS} steps",
-        f"it makes {words[loss_limit.PLAIN_STEPS]} steps without drafts now and then: first after "
-        f"{loss_limit.FIRST_PLAIN} steps with drafts, then after {2 * loss_limit.FIRST_PLAIN}, and so on, doubling up "
-        f"to {loss_limit.PLAIN_EVERY}",
+        f"it makes {words[loss_limit.PLAIN_STEPS]} steps without drafts now and then: first once it has drafted for as "
+        f"long as {loss_limit.FIRST_PLAIN} of them take, then {2 * loss_limit.FIRST_PLAIN}, and so on, doubling up to "
+        f"{loss_limit.PLAIN_EVERY}",
         f"once drafts have cost {words[loss_limit.MOST_LOST]} plain steps more than they saved",
         f"in the long run drafting costs about {loss_limit.LOSS_SHARE:.0%} at most",
     ):
