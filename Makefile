@@ -17,12 +17,8 @@ JOBS ?= 3
 UV_ARGS ?= --torch-backend cpu
 EDGE_TESTS ?= tests/test_*.py tests/engine tests/cache tests/models tests/speculative tests/viz
 
-ifeq ($(OS),Windows_NT)
-BIN := $(VENV)/Scripts
-else
-BIN := $(VENV)/bin
-endif
-STAMP := $(VENV)/.installed
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
 .PHONY: demo figures lab lessons labextension lint test test-long nbval mutants test-lowest test-colab test-ray dist clean
@@ -113,10 +109,13 @@ test-ray: $(UV)
 	$(UV) pip install --quiet --python $(EDGES)/ray --no-deps -e .
 	PYTHONPATH=. $(EDGES)/ray/bin/python -m pytest --timeout 1200 tests/cluster tests/commands/test_cluster.py $(PYTEST_ARGS)
 
-# Installed once, and again when what is to be installed has changed.
+# Installed once, and again when what is to be installed has changed. An environment that was not finished may be one of
+# another Python, so it is made anew.
+TOO_OLD = minillm needs Python 3.10 or newer; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit("$(TOO_OLD)" % v if v < (3, 10) else 0)'
 	@echo "Making $(VENV): this happens once and takes a minute or more, most of it PyTorch."
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(if $(wildcard $(STAMP)),,--clear) $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS) -e '.[lab,dev]'
 	@touch $@
 

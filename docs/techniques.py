@@ -75,7 +75,7 @@ CODES_AND_INT4 = r"\ncodes, power 1 .* ([+-][\d.]+)\nINT4 .* ([+-][\d.]+)"
 ROWS = (
     Row(
         "Preallocated KV buffer; growing every r tokens (BMC)",
-        "3.2× over transformers on a CPU, and 1.39× on top of speculation",
+        "up to 3.2× over transformers on a CPU, and up to 1.39× on top of speculation",
         '`kv_cache_config={"layout": "contiguous"}` with its growth policies; lesson 2',
         lambda: lesson(
             "02",
@@ -299,7 +299,7 @@ ROWS = (
     ),
     Row(
         "MagicDec",
-        "2.51× at batches of 32 to 256 and long contexts",
+        "up to 2.51× at batches of 32 to 256 and long contexts",
         '`"method": "self_sparse"`; lesson 12',
         lambda: (
             lesson(
@@ -319,7 +319,7 @@ ROWS = (
     ),
     Row(
         "QuantSpec",
-        "over 90% acceptance, about 2.5×, 1.3 times less memory",
+        "over 90% acceptance, up to about 2.5×, 1.3 times less memory",
         '`"method": "self_quant"`, layout `paged_two_level`; lesson 12',
         lambda: lesson("12", BOTH_IN_FOUR_BITS, "{0} of {1} accepted with weights and cache in 4 bits"),
         "Acceptance holds here, on a few texts. Its lossless reference is the INT8 cache, not the full one.",
@@ -483,7 +483,7 @@ ROWS = (
     ),
     Row(
         "OOMB",
-        "gradients as usual, memory flat in the context",
+        "gradients as usual, activations flat in the context",
         "`minillm bench beside`; lesson 17",
         lambda: beside("OOMB"),
         "Activations are flat; keys and values still grow. It costs a second forward.",

@@ -14,7 +14,7 @@ from pathlib import Path
 from minillm.errors import LessonError
 from minillm.teaching.course import Lesson, choose
 from minillm.teaching.notebook import BEGIN, END, PREAMBLE_TAG, read_source, tags_of
-from minillm.teaching.registry import exercises_of, module_names
+from minillm.teaching.registry import of_lesson
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS_PER_MINUTE = 150
@@ -72,12 +72,8 @@ def _plan(lesson: Lesson) -> Plan:
     cells = read_source(lesson.source).cells
     text = [cell.source for cell in cells if cell.cell_type == "markdown"]
     code = [cell for cell in cells if cell.cell_type == "code" and PREAMBLE_TAG not in tags_of(cell)]
-    lines = {}
-    for module in module_names():
-        if int(module[1:3]) == lesson.number:
-            for exercise in exercises_of(module):
-                name = exercise.function_name
-                lines[name] = _solution_lines(lesson, name, [cell.source for cell in code])
+    names = [exercise.function_name for exercise in of_lesson(f"l{lesson.number:02}")]
+    lines = {name: _solution_lines(lesson, name, [cell.source for cell in code]) for name in names}
     title = text[0].partition("\n")[0].lstrip("# ").partition(". ")[2]
     found = _NEED.search(text[0])
     stated = {int(n) for n in re.findall(r"lesson (\d+)", found[1])} if found else set()

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from minillm.commands.streams import check_streams
 from minillm.errors import LessonError, MinillmError
-from minillm.teaching.registry import exercises_of, module_names
+from minillm.teaching.registry import every
 
 try:
     import tomllib
@@ -67,19 +68,18 @@ def read(path: Path = SOURCE) -> dict[str, list[Misconception]]:
 
 def all_mistakes() -> Iterator[tuple[int, str, list[str]]]:
     """(number of the lesson, exercise, its planted mistakes), in the order of the lessons."""
-    for module in module_names():
-        for exercise in exercises_of(module):
-            yield int(module[1:3]), exercise.name, [wrong.description for wrong in exercise.wrong]
+    for exercise in every():
+        yield int(exercise.name[1:3]), exercise.name, [wrong.description for wrong in exercise.wrong]
 
 
 def page() -> str:
     """The text of `MISTAKES.md`."""
-    explained, every = read(), list(all_mistakes())
-    total = sum(len(mistakes) for _, _, mistakes in every)
+    explained, planted = read(), list(all_mistakes())
+    total = sum(len(mistakes) for _, _, mistakes in planted)
     count = sum(map(len, explained.values()))
-    lines = [INTRODUCTION.format(total=f"{total:,}", exercises=len(every), explained=count)]
+    lines = [INTRODUCTION.format(total=f"{total:,}", exercises=len(planted), explained=count)]
     lesson = 0
-    for number, exercise, _ in every:
+    for number, exercise, _ in planted:
         if exercise not in explained:
             continue
         if number != lesson:
@@ -109,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all", nargs="*", metavar="LESSON", help="print every planted mistake of these lessons")
     args = parser.parse_args(arguments)
     try:
+        check_streams()
         if args.all is not None:
             bad = [name for name in args.all if not name.isdigit() or not listing([name]).strip()]
             if bad:

@@ -30,7 +30,8 @@ def main() -> None:
     import jupyterlab
 
     staging = Path(jupyterlab.__file__).parent / "staging"
-    subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=SOURCE, check=True)
+    npm = shutil.which("npm") or "npm"  # npm.cmd on Windows
+    subprocess.run([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=SOURCE, check=True)
     shutil.rmtree(BUILT, ignore_errors=True)
     subprocess.run(["node", BUILDER, "--core-path", staging, "."], cwd=SOURCE, check=True)
     (BUILT / "source.sha256").write_text(source_hash() + "\n", encoding="utf-8")

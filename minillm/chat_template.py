@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,15 @@ from minillm.errors import CheckpointError, ConfigError, PromptError, Unsupporte
 from minillm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Types of the parts of a message's content that are text, as in vLLM, and the field that holds it."""
 
 
 def read_template(file: str | Path | None) -> str | None:
@@ -38,22 +46,13 @@ class ChatTemplate:
         self.model = model
         self.tokenizer = tokenizer
         self.source = read_template(file)
-        if self.source is not None and not isinstance(self._hf, CheckpointError):
+        if self.source is not None:
             try:
                 self._apply(self.source, [{"role": "user", "content": ""}])
             except TemplateSyntaxError as problem:
                 raise ConfigError(f"the chat template {file} {_not_jinja(problem)}; name another") from None
-            except Exception:  # it may refuse this message and take others
+            except Exception:  # it may refuse this message and take others; a broken tokenizer is reported by a chat
                 pass
-
-    @cached_property
-    def _hf(self) -> Any:
-        """The tokenizer as a transformers object, or the `CheckpointError` if it cannot be read, which is found out
-        only once."""
-        try:
-            return self.tokenizer.hf()
-        except CheckpointError as problem:
-            return problem
 
     def render(
         self,
@@ -75,10 +74,9 @@ class ChatTemplate:
         is broken, `PromptError` if a message has the wrong form or the template refuses it, and `ConfigError` for the
         other arguments.
         """
-        if isinstance(self._hf, CheckpointError):
-            raise CheckpointError(str(self._hf))
+        hf = self.tokenizer.hf()
         template = self.source if template is None else template
-        if template is None and not self._hf.chat_template:
+        if template is None and not hf.chat_template:
             raise UnsupportedError(
                 f"{self.model!r} has no chat template, so it cannot chat; give one (chat_template=… of LLM.chat, "
                 "--chat-template FILE of a server), or complete a text instead"
@@ -92,8 +90,8 @@ class ChatTemplate:
             raise ConfigError(f"chat_template_kwargs={variables!r} must be a mapping of names to values")
         if tools is not None and not isinstance(tools, Sequence):
             raise ConfigError(f"tools={tools!r} must be a list of mappings")
-        for name in ("self", "messages", "conversations", *signature(self._hf.apply_chat_template).parameters):
-            if name in variables:
+        for name in ("self", "messages", "conversations", *signature(hf.apply_chat_template).parameters):
+            if name in variables and name != "documents":  # which transformers passes to the template
                 raise ConfigError(
                     f"chat_template_kwargs has {name!r}; it is for the template's own variables, such as "
                     "enable_thinking: leave it out"
@@ -115,7 +113,9 @@ class ChatTemplate:
             raise PromptError(f"the chat template refuses these messages: {reason}") from None
 
     def _apply(self, template: str | None, messages: list[dict[str, Any]], /, **variables: Any) -> str:
-        return str(self._hf.apply_chat_template(messages, chat_template=template, tokenize=False, **variables))
+        return str(
+            self.tokenizer.hf().apply_chat_template(messages, chat_template=template, tokenize=False, **variables)
+        )
 
 
 def _not_jinja(problem: TemplateSyntaxError) -> str:
@@ -125,9 +125,9 @@ def _not_jinja(problem: TemplateSyntaxError) -> str:
 def message_for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of OpenAI's API as chat templates read it, as in vLLM.
 
-    The parts of its content are joined by line ends. Other fields are passed only where templates know them, and not if
-    they are null, because templates ask whether a field is there. The arguments of a tool call become a mapping, and
-    reasoning gets both of its names.
+    The parts of its content are joined by line ends; a part whose text is null is left out. Other fields are passed
+    only where templates know them, and not if they are null, because templates ask whether a field is there. The
+    arguments of a tool call become a mapping, and reasoning gets both of its names.
 
     Raises `PromptError` for a message without a role, a part that is not text, or a tool call of another form.
     """
@@ -153,13 +153,19 @@ def _text_of(content: object) -> str:
         return content or ""
     if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
         raise PromptError(f"the content of a message must be text or a list of parts, not {type(content).__name__}")
-    for part in content:
-        kind, text = part.get("type"), part.get("text")
-        if kind != "text":
-            raise PromptError(f"a message has a part of type {kind!r}; this model reads text")
-        if not isinstance(text, str):
-            raise PromptError(f"a part of type 'text' needs a string as its text, not {type(text).__name__}")
-    return "\n".join(part["text"] for part in content)
+    texts = map(_text_of_part, content)
+    return "\n".join(text for text in texts if text is not None)
+
+
+def _text_of_part(part: Mapping[str, Any]) -> str | None:
+    """The text of one part of a message's content; None if it is null."""
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise PromptError(f"a message has a part of type {kind!r}; this model reads text")
+    text = part.get(TEXT_PARTS[kind])
+    if text is not None and not isinstance(text, str):
+        raise PromptError(f"a part of type {kind!r} needs a string as its text, not {type(text).__name__}")
+    return text
 
 
 def _call_for_template(call: object) -> dict[str, Any]:

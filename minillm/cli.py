@@ -40,7 +40,9 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         args = parser().parse_args(argv)
         code: int = args.run(args)
-    except SystemExit:  # after --help
+    except SystemExit as stop:  # after --help
+        if isinstance(stop.__context__, BrokenPipeError):  # rich stops a program whose output nobody reads any more
+            return _end("", 0)
         sys.stdout.flush()
         raise
     sys.stdout.flush()  # a full disk is reported here; at interpreter exit it could not be

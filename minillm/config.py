@@ -31,7 +31,7 @@ class EngineArgs:
     """`auto`: float32 on a CPU; on a GPU the checkpoint's dtype (float16 if the GPU has no bfloat16). Others:
     `DTYPES`, `DTYPE_ALIASES` and PyTorch's own."""
     device: str = "auto"
-    """`auto`: a GPU if there is one, else the CPU."""
+    """`auto`: a GPU if PyTorch can use one, else the CPU."""
     seed: int = 0
     quantization: str | None = None
     """How weights are stored: `int8`, `w8a8`, `int4`, `awq`, `squeezellm`; None: as in the checkpoint."""

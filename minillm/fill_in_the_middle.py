@@ -38,7 +38,14 @@ def fim_prompt(tokenizer: Tokenizer, model: str, prefix: str, suffix: str) -> st
         raise UnsupportedError(
             f"the tokenizer of {model!r} has no token {missing[0]}; take a model that was trained to fill gaps"
         )
-    for name, text in (("prefix", prefix), ("suffix", suffix)):
-        if found := next((token for token in FIM_TOKENS if token in text), None):
-            raise PromptError(f"the {name} contains {found}, which marks the gap itself; remove it")
+    check_no_fim_token(tokenizer, "prefix", prefix)
+    check_no_fim_token(tokenizer, "suffix", suffix)
     return (suffix_first if tokenizer.fim_suffix_first else prefix_first)(prefix, suffix)
+
+
+def check_no_fim_token(tokenizer: Tokenizer, name: str, text: str) -> None:
+    """Raise `PromptError` if `text`, which the error calls `name`, contains one of `FIM_TOKENS` that the tokenizer
+    has."""
+    for token in FIM_TOKENS:
+        if token in text and tokenizer.backend.token_to_id(token) is not None:
+            raise PromptError(f"the {name} contains {token}, which marks the gap itself; remove it")

@@ -7,7 +7,10 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 SIMD = (
     *("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
@@ -100,6 +103,40 @@ def gpu() -> Gpu | None:
     except RuntimeError:
         free, total = 0, torch.cuda.get_device_properties("cuda").total_memory
     return Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), total, free)
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total memory of a GPU in bytes.
+
+    PyTorch keeps the memory of freed tensors, which the driver counts as used: it is given back first.
+    """
+    import torch
+
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
+def half_dtype(device: torch.device | None = None) -> torch.dtype:
+    """The 16-bit dtype that a GPU multiplies fast: bfloat16 from sm_80 on, else float16. None: the current GPU."""
+    import torch
+
+    card = torch.cuda.get_device_properties(device or "cuda")  # a constant to `torch.compile`
+    return torch.bfloat16 if card.major >= 8 else torch.float16
+
+
+def unusable_reason(name: str) -> str | None:
+    """Why PyTorch cannot compute on this device, in one line; None if it can.
+
+    PyTorch counts GPUs that its build has no code for, that another process has to itself, or that are full.
+    """
+    import torch
+
+    try:
+        torch.ones(1, dtype=torch.float64, device=torch.device(name)).item()  # `meta` has no memory, `mps` no float64
+    except Exception as problem:  # each kind of device raises its own errors
+        [reason, *_] = [*str(problem).splitlines(), type(problem).__name__]
+        return reason if len(reason) < 200 else f"{reason[:200]}…"
+    return None
 
 
 def describe() -> dict[str, Any]:

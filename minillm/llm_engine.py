@@ -67,6 +67,7 @@ class LLMEngine:
             max_num_batched_tokens=built.args.max_num_batched_tokens,
             speculative_method=speculative.method_name if speculative else None,
             keeps_every_token=self.engine.runner.cache.keeps_every_token,
+            whole_sequences=self.engine.runner.cache.whole_sequences,
         )
         self.engine.listeners.append(self.metrics)
 

@@ -41,7 +41,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read `tokenizer.json`, or convert an older format with transformers.
+        """Read `tokenizer.json` as it is, or convert an older format with transformers.
+
+        vLLM takes the tokenizer that transformers makes. For a `LlamaTokenizer` transformers 5 builds it again from
+        vocabulary and merges, and then reads a text with n spaces in front as n of SentencePiece's `▁` instead of
+        n + 1. The file agrees with SentencePiece, with which such models were trained.
 
         Raises `CheckpointError` if `folder` has no tokenizer that can be read, a broken `tokenizer_config.json`, or a
         broken `special_tokens_map.json` that is needed.
@@ -150,15 +154,20 @@ class Tokenizer:
         return self.backend.get_vocab() == other.backend.get_vocab()
 
     def hf(self) -> PreTrainedTokenizerBase:
-        """The same tokenizer as a transformers object, with its chat template; loaded at the first call."""
+        """The same tokenizer as a transformers object, with its chat template; loaded at the first call.
+
+        With a `tokenizer.json` it is a `PreTrainedTokenizerFast`, whatever class the checkpoint names, so that it gives
+        the same token ids (see `from_folder`). Raises `CheckpointError` if transformers cannot read the folder.
+        """
         return self._hf
 
     @cached_property
     def _hf(self) -> Any:
-        from transformers import AutoTokenizer  # slow to import, and the engine does not need it
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import; the engine does without
 
+        reader = PreTrainedTokenizerFast if (self.folder / "tokenizer.json").is_file() else AutoTokenizer
         try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+            return reader.from_pretrained(self.folder, trust_remote_code=False)
         except Exception as problem:  # transformers raises many types of errors for broken files
             reason = " ".join(str(problem).split())
             raise CheckpointError(

@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 import venv
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +26,7 @@ MAX_WHEEL, MAX_SDIST = 60_000_000, 70_000_000
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 LESSON = "02_kv_cache"
 SECONDS = 900
+UNWANTED = ("__pycache__", ".ipynb_checkpoints", ".git", ".env")
 RUN_NOTEBOOK = "from nbclient.cli import main; main()"
 
 
@@ -142,8 +143,9 @@ def leaks(files: dict[str, bytes], lines: set[str]) -> Iterator[tuple[str, str]]
 
 
 def _unwanted(name: str) -> bool:
-    inside: Callable[[str], bool] = lambda part: f"/{part}" in f"/{name}"  # noqa: E731
-    return any(map(inside, ("__pycache__", ".ipynb_checkpoints/", ".git/", ".env"))) or name.endswith((".pyc", ".part"))
+    *folders, file = name.split("/")
+    inside = [folder for folder in folders if folder in UNWANTED or folder.endswith("_cache")]
+    return bool(inside) or file.startswith(".env") or file.endswith((".pyc", ".part"))
 
 
 def _pip(python: Path, borrow: Path | None, options: list[str]) -> list[str]:

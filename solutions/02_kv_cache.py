@@ -306,20 +306,22 @@ reveal("l02.bytes", kv_bytes(config, 4))
 
 # %% [markdown]
 # Now the same for larger models. The columns *tokens until cache = weights* give the second part of the answer: each
-# decode step must *read* all weights once and the whole cache of each request once, and in large models reading takes
-# most of the time of decoding. Where the cache has as many bytes as the weights, a step reads twice as much as the
-# first step did. A batch of 64 shares one reading of the weights, but has 64 caches (the
-# column *each of 64* gives the length of each text).
+# decode step must *read* the weights once and the whole cache of each request once, and in large models reading takes
+# most of the time of decoding. (Of the input embedding it reads only the row of the newest token. In many models the
+# output layer uses the same matrix, and reads all of it. In both Llamas below the input embedding is a matrix of its
+# own, so it is left out.) Where the cache has as many bytes as the weights, a step reads twice as much as the first
+# step did. A batch of 64 shares one reading of the weights, but has 64 caches (the column *each of 64* gives the length
+# of each text).
 
 # %%
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, QWEN_3_06B
 
 GIB = 2**30
-models = [  # name, shape, parameters in billions, bytes a number, longest context
-    (name, config, model.num_parameters / 1e9, 4, config.max_position_embeddings),
+models = [  # name, shape, billions of weights that a step reads, bytes a number, longest context
+    (name, config, (weights_per_row + config.vocab_size * config.hidden_size) / 1e9, 4, config.max_position_embeddings),
     ("Qwen3-0.6B", QWEN_3_06B, 0.6, 2, 40_960),
-    ("Llama-3-8B", LLAMA_3_8B, 8.0, 2, 8192),
-    ("Llama-2-70B", LLAMA_2_70B, 69.0, 2, 4096),
+    ("Llama-3-8B", LLAMA_3_8B, 8.03 - 128_256 * 4096 / 1e9, 2, 8192),  # all, less the input embedding
+    ("Llama-2-70B", LLAMA_2_70B, 68.98 - 32_000 * 8192 / 1e9, 2, 4096),
 ]
 print("                                                       tokens until cache = weights   longest")
 print("model          bytes per token   GiB at 4096 tokens      1 request      each of 64    context")
@@ -374,8 +376,8 @@ LineChart(
 # ### Exercise 4: growing
 #
 # Allocating the cache for the longest possible text wastes memory when texts are short. So caches grow: when one is
-# full, a larger buffer is allocated and the old rows are copied. How much larger is the **growth policy**. One number
-# `r` describes all policies here: capacities are multiples of `r`.
+# full, a larger buffer is allocated and the old rows are copied. The **growth policy** says how much larger it is. One
+# number `r` describes all policies here: capacities are multiples of `r`.
 #
 # * `r = 1`: a new buffer for every token. This is what `torch.cat` does.
 # * `r` = the longest text: one allocation, no copies.
@@ -668,9 +670,9 @@ LineChart(
 #   kernel that is given the length as data need not.
 # * **valid rows**: attention runs over `buffer[:, :length]`, a *view*. No copy, no padding.
 #
-# The two extremes calibrate the cost model (the time of an allocation is measured apart; beyond it $r=1$ only copies
-# and $r=N$ only pads). The values between them test it: the cell prints how much longer they take than it says. (The
-# loop is `decode_layer` in `minillm/teaching/caching.py`, one page.)
+# The two extremes calibrate the cost model (the time of an allocation is measured separately; apart from that, $r=1$
+# only copies and $r=N$ only pads). The values between them test it: the cell compares their times with the model's.
+# (The loop is `decode_layer` in `minillm/teaching/caching.py`, one page.)
 
 # %%
 from minillm.teaching.caching import time_growth_policies
@@ -688,7 +690,7 @@ reveal("l02.growth", round(best_by_model))
 modelled = {r: 1 + model_cost(r, *prices) / costs.preallocated for r in grid}
 missed = [slower["whole", r].median / modelled[r] for r in grid[1:-1]]
 share = costs.copy / costs.pad if costs.pad else math.inf
-print("whole buffer: that is r* by the cost model, with the costs measured here;")
+print("whole buffer: that answer is r* by the cost model, with the costs measured here;")
 print(f"              copying a row costs {share:.1f} times as much as an empty row in one step;")
 print(f"              measured times within 10% of the best: r = {flat}")
 print(f"              between the ends they are {min(missed):.2f} to {max(missed):.2f} times what the model says")
@@ -895,7 +897,7 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | "caching avoids recomputing the entire attention matrix" | right for the old rows of the matrix; its newest row is still computed at every step, and what is saved in short texts is mostly the linear layers of the old rows | first chart: the dashed line rises |
+# | "caching avoids recomputing the entire attention matrix" | right for the old rows of the matrix; the newest is still computed at every step, and grows with the text | first chart: the dashed line rises |
 # | KV bytes = 2 · layers · heads · (hidden / heads) · 2; Llama-2-70B at 4096 tokens needs 80 GB | KV heads, not query heads: 1.34 GB | exercise 3 |
 # | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer reads rows that it never wrote (the first layer from the second token on, the others at once), and a buffer for 1024 tokens is full after 1024 / L tokens (L layers) | `StalePosition` |
 # | BMC: up to 3.2× over the transformers baseline | its baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with | second measurement |

@@ -206,10 +206,10 @@ LineChart(
 )
 
 # %% [markdown]
-# With few rows it is simply $2 \cdot \text{rows} / \text{bytes per number}$: one row of fp32 does half an operation per
-# byte, whatever the size of the layer. **A batch adds rows**: eight requests decoding together are eight rows that
-# share one reading of the weights. The 256 tokens of a prompt are also rows that share it, and so are the draft tokens
-# of speculative decoding.
+# With few rows the intensity is simply $2 \cdot \text{rows} / \text{bytes per number}$: one row of fp32 does half an
+# operation per byte, whatever the size of the layer. **A batch adds rows**: eight requests decoding together are eight
+# rows that share one reading of the weights. The 256 tokens of a prompt are also rows that share it, and so are the
+# draft tokens of speculative decoding.
 #
 # (The dashed line is the ridge of products in bf16; exercise 4 explains it. It also holds for INT8 *weights* that are
 # dequantised to bf16 first. With INT8 *products*, which an H100 does twice as fast (data sheet), the ridge is at 591, and
@@ -258,9 +258,10 @@ for label, heads, kv_heads, width in kinds:
 # %% [markdown]
 # Note what is **not** among the parameters of your function: the length of the context, and the batch. Twice the
 # context is twice the operations over twice the bytes. Another request brings a cache of its own. So a batch of
-# different texts raises the intensity of the linear layers and not that of attention. What raises that: query heads
-# that share a KV head, new tokens that share a reading, and fewer bytes per number. (Requests that begin with the same
-# text can also share the reading of that part, with a kernel made for it; lesson 11 quotes what it saves.)
+# different texts raises the intensity of the linear layers and not that of attention. Three things raise that of
+# attention: query heads that share a KV head, new tokens that share a reading, and fewer bytes per number. (Requests
+# that begin with the same text can also share the reading of that part, with a kernel made for it; lesson 11 quotes
+# what it saves.)
 #
 # ### Exercise 4: the roof
 #
@@ -296,6 +297,7 @@ check("l03.attainable")
 from minillm.viz.charts.roofline import Point, Roof, Roofline
 
 roof_of = use("l03.attainable")
+READ_8B = 7.5e9  # weights of Llama-3-8B that a step reads: all but the input embedding, of which it reads one row
 
 
 def modelled(group: str, label: str, intensity: float) -> Point:
@@ -304,9 +306,9 @@ def modelled(group: str, label: str, intensity: float) -> Point:
 
 
 def whole_step(batch: int, context: int) -> float:
-    """Return the operations per byte of one decode step of Llama-3-8B: 8 billion bf16 weights and all caches."""
+    """Return the operations per byte of one decode step of Llama-3-8B: its bf16 weights and all caches."""
     attention = 4 * 32 * 32 * 128 * context * batch
-    return (2 * 8e9 * batch + attention) / (2 * 8e9 + kv_bytes(LLAMA_3_8B, context, batch, 2))
+    return (2 * READ_8B * batch + attention) / (2 * READ_8B + kv_bytes(LLAMA_3_8B, context, batch, 2))
 
 
 ridge = H100_RATE / H100_BANDWIDTH
@@ -316,8 +318,8 @@ print(
 )
 claim("A decode step of 64 requests is still left of the ridge.", whole_step(64, 4096) < ridge)
 claim(
-    "64 caches of 4096 tokens have twice the bytes of the weights.",
-    1.9 < kv_bytes(LLAMA_3_8B, 4096, 64, 2) / 16e9 < 2.3,
+    "64 caches of 4096 tokens have more than twice the bytes of these weights.",
+    2 < kv_bytes(LLAMA_3_8B, 4096, 64, 2) / (2 * READ_8B) < 2.5,
 )
 Roofline(
     "The parts of Llama-3-8B on an H100",
@@ -337,7 +339,8 @@ Roofline(
 # On an H100, fetching one byte takes as long as **295 operations**. Decoding one request at 4096 tokens can use about one
 # part in 270 of its arithmetic, and all parts of decoding, even for 64 requests together, lie on the slope. That is why
 # so much of this course is about bytes. Note also that 64 requests do not move the whole step 64 times as far to the
-# right: at 4096 tokens each, their caches have twice the bytes of the weights, and each is read for one request only.
+# right: at 4096 tokens each, their caches have more than twice the bytes of the weights, and each is read for one
+# request only.
 #
 # Your machine has other limits. Measure them.
 #
@@ -847,13 +850,15 @@ folders.cleanup()
 # ### "Sub-100 ms inference"
 #
 # Another tutorial promises it in its title and never says what it means: the first token, every token, or a whole
-# answer? A roofline gives at least a lower limit for one token: the bytes of the weights divided by the bandwidth.
-# *Quoted* bandwidths, *modelled* times, one request, an empty cache:
+# answer? A roofline gives at least a lower limit for one token: the bytes of the weights (without the input embedding,
+# of which a step reads one row) divided by the bandwidth. *Quoted* bandwidths, *modelled* times, one request, an empty
+# cache:
 
 # %%
 gpus = {"A100 80 GB": 2.04e12, "H100": H100_BANDWIDTH}
 print("ms per token, at least     " + "".join(f"{gpu:>12}" for gpu in gpus) + "     tokens in 100 ms on the last")
-for label, size in (("Llama-3-8B, bf16", 16e9), ("Llama-2-70B, fp16", 138e9), ("Llama-2-70B, INT8", 69e9)):
+sizes = {"Llama-3-8B, bf16": 2 * READ_8B, "Llama-2-70B, fp16": 2 * 68.7e9, "Llama-2-70B, INT8": 68.7e9}
+for label, size in sizes.items():
     floors = [1000 * size / speed for speed in gpus.values()]
     print(f"{label:27}" + "".join(f"{floor:12.1f}" for floor in floors) + f"{100 / floors[-1]:20.1f}")
 

@@ -812,7 +812,7 @@ print("averaging:", repr(tokenizer.decode(wrong_tokens)))
 #
 # **Claims, checked.** One article says that kernels "like FlashAttention … reduce memory bandwidth usage". Another's
 # table gives INT8 keys and values "1.0× (memory only)" (both quoted). The bytes show how far each is right. The model has
-# the shape of Llama 3 8B: 16 GB of 16-bit weights, 32 layers.
+# the shape of Llama 3 8B: a step reads 15 GB of 16-bit weights (and one row of the input embedding), in 32 layers.
 
 # %%
 scores = HEADS * 4 * 4  # bytes per key: fp32 scores written, read, weights written, read: what a fused kernel saves
@@ -820,7 +820,7 @@ print(
     f"decoding: the scores that a fused kernel keeps on the chip are {scores / (scores + KV_HEADS * 2 * PLAIN_ROW):.0%} of the bytes of unfused attention"
 )
 
-WEIGHTS, LAYERS = 16e9, 32
+WEIGHTS, LAYERS = 15e9, 32
 speeds = {}
 for users, context in ((1, 512), (1, 4096), (64, 4096)):
     plain = users * context * LAYERS * KV_HEADS * 2 * PLAIN_ROW

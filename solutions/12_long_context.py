@@ -15,7 +15,7 @@
 # [Speculative decoding](glossary.md#speculative-decoding) needs a cheap [drafter](glossary.md#drafter). Lesson 11 made
 # it cheap by making the *model* small. But with a long context and many requests, the weights are no longer what a
 # [step](glossary.md#step) waits for. It waits for keys and values, of which every request has its own. Then a small
-# model is the wrong saving. Take the **same** model, let it draft over a small part of its own
+# model saves the wrong bytes. Take the **same** model, let it draft over a small part of its own
 # [cache](glossary.md#kv-cache), and let it verify over all of it. Such a drafter has the target's own weights, so it
 # guesses well, and it needs no second model and no second cache.
 #
@@ -194,11 +194,12 @@ claim("A longer context makes a step longer.", times[LONGEST - 1] > times[LONGES
 #
 # ### Exercise 2: the break-even context
 #
-# Drafting is one side. The other is *verification*: with γ drafts, γ + 1 rows per request. If the forward waits for memory,
-# further rows are nearly free. If it waits for arithmetic, each row costs as much as the first. A large batch used to mean:
-# arithmetic limits, so speculation gains less, or loses (lesson 11 measured that). But each request brings not only its
-# operations, it also brings its cache to be read. From some context on, reading takes longer than computing **however large
-# the batch is**. Then verification stays nearly free on a busy server, too. Find that context.
+# Drafting is one side. The other is *verification*: with γ drafts, γ + 1 rows per request. If the forward waits for
+# memory, further rows are nearly free. If it waits for arithmetic, each row costs as much as the first. With a large
+# batch and short contexts arithmetic is the limit, so speculation gains less, or loses (lesson 11 measured that). But
+# each request brings not only its operations, it also brings its cache to be read. From some context on, reading takes
+# longer than computing **however large the batch is**. Then verification stays nearly free on a busy server, too. Find
+# that context.
 
 
 # %%
@@ -796,7 +797,7 @@ claim(
 )
 
 # %% [markdown]
-# Promise and clock differ. The formula knows only the three forwards, each timed alone. The engine's runs also pay for
+# Promise and clock need not agree. The formula knows only the three forwards, each timed alone. The engine's runs also pay for
 # Python, once per step, and with drafts there are fewer steps. And other work on the machine may slow any of these times.
 #
 # The speed-up is far below the tokens per forward. The acceptance is high, but so are the prices: a round takes γc + v
@@ -865,7 +866,7 @@ claim(
 # | system | what it does |
 # |---|---|
 # | MagicDec | StreamingLLM or SnapKV as the drafter's cache, a separate, compacted one; in its example a budget of 256 tokens and three drafts |
-# | vLLM | caches of 8 bits (FP8) and fewer (TurboQuant: 4 and 3), and windows for models trained with them; its drafts come from other methods, among which there is no view of the target's cache |
+# | vLLM | caches of 8 bits (FP8, INT8) and fewer (INT4; TurboQuant: 4 and 3), and windows for models trained with them; its drafts come from other methods, among which there is no view of the target's cache |
 # | minillm | `self_sparse` (a shortened block table, no second cache), `self_quant` with the layout `paged_two_level` |
 # | StreamingLLM | sinks and window as the *only* cache: constant memory, but what has left the window is lost |
 #
@@ -877,7 +878,7 @@ claim(
 # | claim | what holds | tested where |
 # |---|---|---|
 # | speculation does not help large batches | true where the context is a small part of the break-even context for this number of drafts. By the model the gain begins below it: 128 requests gain at half of it. Whether a round pays depends on the price of drafting, too | exercise 2, On a GPU |
-# | a few sinks and a window suffice | a window for most tokens, not where something far back is needed; whether the sink helps depends on how much attention it gets | exercise 4, See |
+# | a few sinks and a window suffice | a window suffices for most tokens, not where something far back is needed; whether the sink helps depends on how much attention it gets | exercise 4, See |
 # | self-speculation gives 2.5× | where the cache outweighs the weights; in the model above that takes several requests with very long contexts, or very many with shorter ones. On this machine, with one request, the gain is far smaller | Measure |
 # | QuantSpec is lossless | compared with a target over an 8-bit cache | exercise 5 |
 #

@@ -155,10 +155,15 @@ claim(
     bench.quality(found["least used"]).mean_kl > 1.5 * mine,
     of_model=True,
 )
+claim(
+    "The largest keys, whatever the queries, are nearly as good.",
+    bench.quality(found["largest keys"]).mean_kl < 1.5 * mine,
+    of_model=True,
+)
 
 # %% [markdown]
-# Compare your channels with the largest keys: where they are close, or the keys alone do better, the queries add
-# nothing to the choice. As built here, ThinK can never go below half of the bytes, because it leaves values alone.
+# The largest keys alone choose nearly as well: with this model, the queries add little to the choice. As
+# built here, ThinK can never go below half of the bytes, because it leaves values alone.
 #
 # ### Exercise 2: truncate, and absorb
 #
@@ -365,8 +370,8 @@ print(f"ThinK's choice commutes in {commuting} of {len(masks)} KV heads (all lay
 # A mask of half of the channels commutes only if it keeps or drops both channels of each pair. The last line counts the
 # heads in which ThinK's does. (The error of a mask is small if the pairs that it splits turn slowly: at these positions
 # they have hardly turned.) Where it does not commute, that does no harm: ThinK drops channels from keys that *already*
-# carry RoPE. LoRC cannot: its directions come from the weights and fit keys before RoPE; they fit keys after it much
-# worse (Break it, below, measures that). So its layout stores coordinates of keys *before* RoPE, and restores and
+# carry RoPE. LoRC cannot do that: its directions come from the weights and fit keys before RoPE; they fit keys after it
+# much worse (Break it, below, measures that). So its layout stores coordinates of keys *before* RoPE, and restores and
 # rotates them in every step. What if one absorbs all the same, and forgets the rotation?
 
 # %% tags=["expected"] alt="A line per layer over the distance between query and key: the error of scores if the rotation is left out. It is small at distance 1 and large at the far end."
@@ -750,7 +755,7 @@ quoted(
 # | system | what it does |
 # |---|---|
 # | DeepSeek's MLA, in vLLM and SGLang | a *trained* low rank. Exercise 3 is why it has two parts: latents without RoPE, whose up-projections are absorbed in decode, and a few separate channels with RoPE |
-# | vLLM, SGLang, llama.cpp | fewer bits: FP8 caches in vLLM and SGLang, by now also 4 bits and fewer (vLLM's TurboQuant: 4 and 3; SGLang: FP4), 8 and 4 bits in llama.cpp; windows for models that were trained with them |
+# | vLLM, SGLang, llama.cpp | fewer bits: vLLM has caches of 8 bits (FP8, INT8) and fewer (INT4; TurboQuant: 4 and 3), SGLang FP8 and FP4, llama.cpp 8 and 4 bits; windows for models that were trained with them |
 # | transformers | quantised caches; token eviction by separate libraries, such as NVIDIA's kvpress |
 # | minillm | `kv_cache_config={"layout": …}` with `think`, `lorc`, `commvq`, `squeezed`, `snapkv`, `window`, `sinks`, `kivi`; measured by `minillm bench zoo` |
 #

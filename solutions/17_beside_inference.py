@@ -146,9 +146,9 @@ claim("Both log-probabilities are the same.", torch.allclose(mine, wanted, rtol=
 # That is used in training: it is what fused "linear cross-entropy" kernels do, because the logits of a large vocabulary are
 # often the largest tensor of a step.
 #
-# Now pairs within a batch: hidden states, and the embeddings of the tokens that come next. `minillm.beside.contrastive` cuts
-# x into tiles as well, and goes through one row of tiles after the other. The numbers are real: the mean share of its
-# rows' softmax that a tile holds.
+# Now pairs within a batch: hidden states, and the embeddings of the tokens that come next. `minillm.beside.contrastive`
+# cuts x into tiles as well, and goes through one row of tiles after the other. The number in a tile is real: the share
+# of its rows' softmax that the tile holds, averaged over the rows.
 
 # %% tags=["expected"] alt="Eight by eight tiles of similarities. The tiles of the first rows are merged, one tile of the fourth row exists now, and the others come later. Bars at the right show how much of each row's softmax is in its log-sum-exp."
 SHOWN, TILE = 64, 8
@@ -801,16 +801,14 @@ quoted(
 )
 quoted(
     "Block low-rank methods learn compact representations of weight matrices",
-    "Memory-Efficient Acceleration of Block Low-Rank Foundation Models, 2026, abstract",
+    "Abillama et al. 2025, abstract",
 )
 quoted(
     "BiMaCoSR: 23.8 times smaller and 27.4 times faster than full precision, for super-resolution of images",
     "BiMaCoSR, 2025, abstract",
 )
 quoted("MEC: over 50 times less memory for the tables of recommendation models", "MEC, 2025, abstract")
-quoted(
-    "SparseTransX: less training time and memory for embeddings of knowledge graphs", "Anik and Badawy 2025, abstract"
-)
+quoted("SparseTransX: less training time and memory for embeddings of knowledge graphs", "Anik and Azad 2025, abstract")
 
 # %% [markdown]
 # **Claims, checked.** All figures are of a small model whose weights were not trained for any of this.
@@ -833,10 +831,11 @@ quoted(
 # | vLLM, llama.cpp | 4 and 8 bits with scales per group; no low rank in place of weights. Low rank is *added* to weights: LoRA |
 # | minillm | `minillm.beside`, measured by `minillm bench beside` |
 #
-# **Papers.** Cheng et al. 2024, *Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss*. *Out of
-# the Memory Barrier* (OOMB), 2026. Lee et al. 2024, *BLAST*. *Memory-Efficient Acceleration of Block Low-Rank Foundation Models*,
-# 2026. Dao et al. 2022, *Monarch*. *BiMaCoSR*, 2025. *A Universal Framework for Compressing Embeddings in CTR Prediction* (MEC),
-# 2025. Anik and Badawy 2025, *SparseTransX*.
+# **Papers.** Cheng et al. 2024, *Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss*.
+# *Out of the Memory Barrier* (OOMB), 2026. Lee et al. 2024, *BLAST*. Abillama et al. 2025, *Memory-Efficient
+# Acceleration of Block Low-Rank Foundation Models on Resource Constrained GPUs*. Dao et al. 2022, *Monarch*.
+# *BiMaCoSR*, 2025. *A Universal Framework for Compressing Embeddings in CTR Prediction* (MEC), 2025. Anik and Azad
+# 2025, *SparseTransX*.
 #
 # ## Recap
 #

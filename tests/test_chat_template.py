@@ -63,6 +63,20 @@ def call(arguments: Any) -> dict[str, Any]:
             {"role": "assistant", "content": "a", "reasoning": "why", "reasoning_content": "why"},
         ),
         ({"role": "user", "content": "a", "reasoning": "why"}, {"role": "user", "content": "a"}),
+        (
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "a"},
+                    {"type": "output_text", "text": "b"},
+                    {"type": "text", "text": None},
+                    {"type": "text"},
+                    {"type": "refusal", "refusal": "c"},
+                    {"type": "input_text", "text": ""},
+                ],
+            },
+            {"role": "assistant", "content": "a\nb\nc\n"},
+        ),
     ],
 )
 def test_a_template_gets_the_fields_that_it_knows(message: dict[str, Any], written: dict[str, Any]) -> None:
@@ -99,8 +113,9 @@ def test_the_arguments_of_a_call_become_a_mapping(arguments: Any, parsed: dict[s
         ({"role": 5, "content": "hi"}, "must be a mapping with a 'role'"),
         ({"role": "user", "content": 5}, "must be text or a list of parts, not int"),
         ({"role": "user", "content": ["hi"]}, "must be text or a list of parts, not list"),
-        ({"role": "user", "content": [{"type": "text"}]}, "needs a string as its text, not NoneType"),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "needs a string as its text, not int"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": []}]}, "type 'refusal' needs a string as its tex"),
+        ({"role": "user", "content": [{"type": ["text"]}]}, r"a part of type \['text'\]; this model reads text"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "a part of type 'image_url'; this model reads text"),
         ({"role": "assistant", "tool_calls": ["add"]}, "tool call 'add' must be a mapping of type 'function'"),
         ({"role": "assistant", "tool_calls": 5}, "tool_calls=5 must be a list"),
@@ -162,8 +177,10 @@ def test_a_template_and_its_variables_can_be_given(llm: LLM, tiny: TinyPair) -> 
     bare = LLM(str(tiny.target), device="cpu", enforce_eager=True)
     [output] = bare.chat(FIRST, chat_template="{{ messages[0].content }}", **options)
     assert output.prompt == "def add(a, b):"
-    [output] = bare.chat(FIRST, chat_template="{{ template }}", chat_template_kwargs={"template": "x"}, **options)
-    assert output.prompt == "x"
+    for name, value in (("template", "x"), ("documents", [{"text": "x"}])):  # also the name of an argument
+        written = f"{{{{ {name} }}}}"
+        [output] = bare.chat(FIRST, chat_template=written, chat_template_kwargs={name: value}, **options)
+        assert output.prompt == str(value)
     with pytest.raises(UnsupportedError, match=r"has no chat template, so it cannot chat; give one \(chat_template=…"):
         bare.chat(FIRST, **options)
 

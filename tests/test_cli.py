@@ -20,7 +20,9 @@ from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.build import Stale
 from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.guard import Limits
+from minillm.trace import Trace
 from minillm.trace.request_metrics import RequestMetrics
+from minillm.viz.terminal.two_engines import watch
 
 ROOT = Path(minillm.__file__).parents[1]
 NAMES = [command.name for command in COMMANDS]
@@ -102,6 +104,23 @@ def test_interrupt_exits_with_130_and_no_traceback(monkeypatch, capsys):
 
 def test_reader_that_has_seen_enough_is_no_error():
     process = started("doctor", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+
+
+PRINTS_A_TABLE = """
+import sys
+from minillm import cli
+from minillm.commands import bench
+bench.find, bench.find_table = lambda name: lambda: {}, lambda name: str
+sys.exit(cli.main(["bench", "decode"]))
+"""
+
+
+def test_reader_that_has_seen_enough_of_a_table_is_no_error():
+    command = [sys.executable, "-c", PRINTS_A_TABLE]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 0
@@ -382,7 +401,7 @@ def test_lab_without_jupyterlab_names_the_install_line(installed, monkeypatch, c
     monkeypatch.setattr(lab, "lessons_folder", lambda copies, lesson: installed / "_lessons")
     monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["lab"]) == 2
-    assert "pip install 'minillm-lessons[lab]'" in capsys.readouterr().err
+    assert 'pip install "minillm-lessons[lab]"' in capsys.readouterr().err
 
 
 # --- demo, build, train, bench ---------------------------------------------------------------------------------------
@@ -395,7 +414,17 @@ def test_demo_plays_at_the_pace_asked_for(monkeypatch):
     assert seen == {"pause": 0.5}
 
 
-@pytest.mark.parametrize("pause", ["-1", "nan", "1e9"])
+def test_the_longest_pause_of_the_demo_is_one_that_its_screen_takes(monkeypatch):
+    played = []
+    monkeypatch.setattr(
+        "minillm.commands.side_by_side.run_demo",
+        lambda pause: watch({"plain": Trace()}, lambda: played.append(pause), pause=pause),
+    )
+    assert cli.main(["demo", "--pause", "60"]) == 0
+    assert played == [60]
+
+
+@pytest.mark.parametrize("pause", ["-1", "nan", "1e9", "60.1"])
 def test_demo_refuses_a_pace_that_makes_no_sense(pause, capsys):
     assert cli.main(["demo", "--pause", pause]) == 2
     assert "--pause" in capsys.readouterr().err

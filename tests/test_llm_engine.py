@@ -71,10 +71,12 @@ def test_a_seed_of_numpy_is_a_seed(tiny: TinyPair) -> None:
 def test_a_checkpoint_may_name_the_sampling_of_calls_that_name_none(tiny: TinyPair, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny.target, folder)
-    values = {"do_sample": True, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 5}
-    (folder / "generation_config.json").write_text(json.dumps(values))
+    values = {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
+    values |= {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    further = {"do_sample": True, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(values | further))
     llm = LLM(str(folder), seed=0)
-    params = SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, max_tokens=5)
+    params = SamplingParams(**values, max_tokens=5)
     assert llm.get_default_sampling_params() == params
     assert LLM(str(tiny.target)).get_default_sampling_params() == SamplingParams()
     expected = LLM(str(folder), seed=0).generate(PROMPTS, params, use_tqdm=False)
@@ -115,7 +117,9 @@ def test_a_max_tokens_that_nobody_asked_for_ends_with_the_block_pool(
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}, {"repetition_penalty": 0}], ids=str
+    "bad",
+    [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}, {"repetition_penalty": 0}, {"presence_penalty": 3}],
+    ids=str,
 )
 def test_a_checkpoint_with_impossible_sampling_is_refused(tiny: TinyPair, tmp_path: Path, bad: dict[str, Any]) -> None:
     shutil.copytree(tiny.target, tmp_path / "model")

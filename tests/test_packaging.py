@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -68,6 +69,28 @@ def test_the_check_of_a_release_finds_a_solution_in_a_lesson():
     assert list(leaks(lessons, lines)) == []
     solved = (ROOT / "solutions" / "02_kv_cache.ipynb").read_bytes()
     assert len(list(leaks({"02_kv_cache.ipynb": solved}, lines))) >= 3
+
+
+@pytest.mark.parametrize("name", [".import_linter_cache/x", "a/.pytest_cache/x", ".git/x", "a/.env", "x.pyc"])
+def test_the_check_of_a_release_finds_what_does_not_belong_there(name, tmp_path):
+    from release.check_dist import sdist_problems
+
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+        for inside in (name, "minillm/cache/base.py", "solutions/02_kv_cache.py"):
+            archive.addfile(tarfile.TarInfo(f"minillm_lessons-0.1.0/{inside}"))
+    found = [problem for problem in sdist_problems(tmp_path / "x.tar.gz") if "lacks" not in problem]
+    assert found == [f"the sdist has {name}"]
+
+
+@pytest.mark.parametrize(
+    "folder", [".import_linter_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".venv", ".edges", "dist"]
+)
+def test_the_source_distribution_takes_no_folder_that_a_tool_has_made(folder):
+    from hatchling.builders.sdist import SdistBuilder
+
+    config = SdistBuilder(str(ROOT)).config
+    assert config.include_path("minillm/cache/base.py")
+    assert not config.include_path(f"{folder}/a.json")
 
 
 def test_wheel_carries_every_module_and_nothing_but_the_package(wheel):

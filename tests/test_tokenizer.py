@@ -214,6 +214,22 @@ def test_transformers_has_the_same_tokenizer(folder: Path) -> None:
     assert len(tokenizer.hf()) == tokenizer.vocab_size
 
 
+@pytest.mark.parametrize("legacy", [None, True, False])
+def test_spaces_in_front_of_a_text_are_those_of_sentencepiece(tmp_path: Path, legacy: bool | None) -> None:
+    """transformers' `LlamaTokenizer` gives four `▁` for four spaces, SentencePiece one more."""
+    SENTENCEPIECE.backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "legacy": legacy}
+    config["chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    token_ids = tokenizer.encode("    a bc")
+    assert tokenizer.hf().convert_ids_to_tokens(token_ids) == ["<s>", *"▁▁▁▁", "▁a", "▁", "bc"]
+    assert tokenizer.hf().encode("    a bc") == token_ids
+    chat = [{"role": "user", "content": "    a bc"}]
+    assert tokenizer.hf().apply_chat_template(chat, tokenize=False) == "<s>    a bc"
+
+
 def test_an_older_format_is_converted(folder: Path) -> None:
     """`vocab.json` and `merges.txt`, as GPT-2 and the first Qwen2 checkpoints have them."""
     expected = Tokenizer.from_folder(folder)

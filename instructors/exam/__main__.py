@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from instructors.exam import paper
+from minillm.commands.streams import check_streams
 from minillm.errors import ConfigError, MinillmError
-from minillm.teaching.grading.variants import read_secret
+from minillm.teaching.grading.hidden_cases import read_secret
 
 EXAMPLES = """\
 examples:
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns 2 if an option is wrong."""
     args = parser().parse_args(arguments)
     try:
+        check_streams()
         return _run(args)
     except (MinillmError, OSError) as problem:
         print(f"exam: {problem}", file=sys.stderr)

@@ -12,7 +12,7 @@ from minillm.models.config import ModelConfig
 from minillm.sampling import SamplingParams
 from minillm.sampling.host import SamplingRow, probs_from_logits
 from minillm.teaching.exercises.l02_kv_cache import shape
-from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.random_numbers import Draw
 
 Function = Callable[..., Any]
 GIB = 1 << 30

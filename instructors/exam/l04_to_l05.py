@@ -9,7 +9,7 @@ import torch
 
 from instructors.exam.l01_to_l03 import config_of, model_sizes
 from instructors.exam.question import Answer, Numbers, Question
-from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.random_numbers import Draw
 
 Function = Callable[..., Any]
 

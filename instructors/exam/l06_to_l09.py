@@ -12,7 +12,7 @@ import torch
 from instructors.exam.question import Answer, Numbers, Question
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.prefix import hash_block_tokens, root_hash
-from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.random_numbers import Draw
 
 Function = Callable[..., Any]
 MakePool = Callable[[int, int], BlockPool]

@@ -9,7 +9,7 @@ import torch
 
 from instructors.exam.question import Answer, Numbers, Question
 from minillm.speculative.rejection_sampler import residual
-from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.random_numbers import Draw
 
 Function = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from instructors.exam.question import Answer, Numbers, Question
-from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.random_numbers import Draw
 from minillm.teaching.workshop.l12_costs import Machine, Shape
 
 Function = Callable[..., Any]

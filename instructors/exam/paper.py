@@ -83,7 +83,7 @@ def write_class(
     for name in ("papers", "keys"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     written = []
-    with (folder / "answers.csv").open("w", encoding="utf-8", newline="") as table:
+    with (folder / "answers.csv").open("w", encoding="utf-8-sig", newline="") as table:  # Excel needs its mark
         rows = csv.writer(table)
         rows.writerow(["student", "question", "part", "answer"])
         for student in students:

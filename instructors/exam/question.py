@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minillm.teaching.registry import find
-from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.random_numbers import Draw
 
 Numbers = dict[str, Any]
 Answer = dict[str, Any]

@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instructors.trial.attempts import ATTEMPTS, TARGET
-from instructors.trial.bundle import NotBundled, bundle
 from instructors.trial.shapes import SAME_MEANING, Notebook, unreadable, with_cell
 from minillm.teaching.grading import batch, reports
+from minillm.teaching.grading.bundle import NotBundled, bundle
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
-from minillm.teaching.grading.one_submission import Rules, exercises_in
+from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.guard import GIB, Limits
+from minillm.teaching.registry import of_lesson
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = Rules(limits=Limits(seconds=4.0, memory=GIB), wall_seconds=40.0)
@@ -124,7 +125,7 @@ def _with_mistakes(count: int) -> Iterator[tuple[str, Notebook, Expected]]:
 
 def _mistaken(lesson: str) -> Iterator[tuple[Notebook, Expected]]:
     """Notebooks of a lesson with the first, the second, … mistake of each of its exercises, while there are any."""
-    exercises = exercises_in(f"l{lesson[:2]}")
+    exercises = of_lesson(f"l{lesson[:2]}")
     for number in range(max(len(exercise.wrong) for exercise in exercises)):
         notebook, right = _solved(lesson), Expected("mistakes", f"lesson {lesson[:2]}, mistakes number {number + 1}")
         for exercise in exercises:
@@ -144,7 +145,7 @@ def _mistaken(lesson: str) -> Iterator[tuple[Notebook, Expected]]:
 
 def _lessons() -> list[str]:
     names = sorted(path.stem for path in (ROOT / "solutions").glob("[0-9][0-9]_*.ipynb"))
-    return [name for name in names if exercises_in(f"l{name[:2]}")]
+    return [name for name in names if of_lesson(f"l{name[:2]}")]
 
 
 def _solved(lesson: str) -> Notebook:

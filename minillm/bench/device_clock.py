@@ -1,7 +1,7 @@
 """The clock of the measured device, and a way to run work on it without the host between kernel launches.
 
-All CUDA-specific code (events, synchronisation, graphs) of the kernel and GPU benchmarks is in this file, so the rest
-runs, and is tested, on a machine without a GPU.
+All calls to CUDA (events, synchronisation, graphs) of the kernel and GPU benchmarks are in this file, so the rest runs,
+and is tested, on a machine without a GPU.
 
 A kernel launch returns before the kernel is done, so the time is measured between two events that the device records.
 And the device may finish before the host's next launch: a Triton launch takes the host some 10 to 50 µs, many kernels
@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from minillm.bench.timing import clock_for_threads
+from minillm.runtime.cuda_graphs import CudaCapture, Replay
 
-WARM_UPS = 2
 MOST_CALLS = 100_000
 TRIAL_S = 2e-4
 """A trial shorter than this is too imprecise and is repeated with more calls."""
@@ -82,26 +82,14 @@ class CudaClock:
         return began.elapsed_time(ended) / 1000
 
     def recorded(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Record `run()` as a CUDA graph, after warm-up runs on a side stream, which compile its kernels.
+        """Record `run()` as a CUDA graph (see `CudaCapture`).
 
         A graph contains the addresses of its inputs but not the tensors. If they were freed, a replay would read memory
         that is no longer theirs, so the returned function keeps `run` as well.
 
-        Raises PyTorch's `RuntimeError` for work that cannot be recorded, for example if it waits for the device.
+        Raises `CaptureError` for work that cannot be recorded, for example if it waits for the device.
         """
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                run()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                run()
-        finally:  # a recording that fails leaves PyTorch on the stream that records
-            torch.cuda.set_stream(current)
-        return partial(_replay, graph, run)
+        return partial(_replay, CudaCapture(torch.device("cuda"))(run), run)
 
     def free(self) -> None:
         """See `Clock.free`."""
@@ -109,8 +97,8 @@ class CudaClock:
         torch.cuda.empty_cache()
 
 
-def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> None:
-    graph.replay()
+def _replay(replay: Replay, run: Callable[[], Any]) -> None:
+    replay()
 
 
 def clock_for(device: str) -> Clock:

@@ -7,8 +7,9 @@ A rehearsal shows that every stage runs, and makes all checks that a CPU can mak
 reported.
 
 Each stage has a time budget and a process of its own (`on_gpu/stage_runner.py`), so a failure or a timeout does not
-affect the others. The running stage writes its results to FILE.<stage>.jsonl, which is removed when they are in FILE.
-An interrupt or SIGTERM ends the running stages as well, and leaves that file.
+affect the others. If the first ones use up the eight minutes, the last ones are left out; `--stages` runs them alone.
+The running stage writes its results to FILE.<stage>.jsonl, which is removed when they are in FILE. An interrupt or
+SIGTERM ends the running stages as well, and leaves that file.
 
 A metric with a target is reported as `met` or `NOT MET`; metrics without a target are informative. The targets are for
 a model of 8 billion weights in 16 bits. If the GPU has too little memory, a shape of 1 billion replaces it, and the
@@ -31,7 +32,7 @@ from tqdm import tqdm
 
 from minillm.bench.harness import result, save
 from minillm.bench.on_gpu.findings import failure_note
-from minillm.bench.on_gpu.stage_runner import DONE, STAGES, TOTAL_S, Stage, StageProcesses, run_stage
+from minillm.bench.on_gpu.stage_runner import STAGES, TOTAL_S, Stage, StageProcesses, run_stage
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.ops.dispatch import has_triton, interpreted
 
@@ -158,6 +159,3 @@ def _check_machine(rehearse: bool) -> None:
         raise UnsupportedError("there is no GPU that PyTorch sees; --rehearse runs the stages on a CPU")
     if interpreted():
         raise UnsupportedError("TRITON_INTERPRET is set: an interpreted kernel's time means nothing; unset it")
-
-
-__all__ = ["DONE", "run", "table"]

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from minillm import hardware
 from minillm.bench import provenance
+from minillm.bench.whole_file import write_whole_file
 
 SCHEMA = 1
 LIBRARIES = ("torch", "transformers", "llama-cpp-python", "numba", "triton", "numpy")
@@ -225,14 +226,12 @@ def describe_run(name: str, config: Mapping[str, Any], libraries: Sequence[str] 
 
 def save(outcome: dict[str, Any], path: Path) -> None:
     """Write a result as readable JSON, with a line for each row. An earlier file at this path stays whole until the new
-    one is complete, unless the path is a link or a device, or its folder is not writable."""
+    one is complete, unless the path is a link or a device, or its folder is not writable. Raises `OSError`."""
     parts = [f"  {json.dumps(key)}: {_as_json(key, value)}" for key, value in outcome.items()]
     text = "{\n" + ",\n".join(parts) + "\n}\n"
     in_place = path.is_symlink() or (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK)
     part = path if in_place else path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    if not in_place:
-        part.replace(path)
+    write_whole_file(path, text, part)
 
 
 def _as_json(key: str, value: Any) -> str:

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping
 
 import psutil
 
-from minillm.bench.processes import free_port, peak_memory_of_process
+from minillm.bench.processes import free_port, open_own, peak_memory_of_process
 from minillm.complete import EXTENSION
 from minillm.errors import ConfigError
 
@@ -60,7 +59,7 @@ class JupyterProcess:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api", timeout=2)
+                open_own(f"http://127.0.0.1:{self.port}/api", timeout=2).close()
             except OSError:
                 time.sleep(0.2)
             else:

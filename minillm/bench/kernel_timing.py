@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from minillm.bench.device_clock import Clock, TimedFunction
 from minillm.bench.kernel_cases import Case, Implementation
 
 RECORDED_CALLS = 20
 """Minimum number of calls in a graph, because a replay costs the host some 10 µs."""
+SLOW_CALL_S = 1e-3
+"""If a call takes longer, a graph has only one for each copy: the replay costs nothing beside it."""
 
 
 class Position:
@@ -29,7 +33,8 @@ def timed_function(name: str, one: Implementation, copies: int, position: Positi
     assert one.call is not None
     call = one.call
     if clock.device != "cpu" and one.can_be_captured:
-        calls_per_replay = max(copies, RECORDED_CALLS)
+        is_slow = clock.seconds(partial(call, 0)) > SLOW_CALL_S
+        calls_per_replay = copies if is_slow else max(copies, RECORDED_CALLS)
 
         def all_copies() -> None:
             for i in range(calls_per_replay):

@@ -48,6 +48,7 @@ from minillm.bench.kernel_timing import Position, timed_function
 from minillm.bench.systems import choose
 from minillm.doctor.machine_limits import MachineLimit, copy_bandwidth, matmul_rate
 from minillm.errors import ConfigError, UnsupportedError
+from minillm.hardware import half_dtype
 from minillm.ops.cpu.compiled import showing_progress
 from minillm.ops.dispatch import OPS, interpreted
 
@@ -186,9 +187,7 @@ def machine_limits_of(device: str) -> list[MachineLimit]:
 
 def usual_dtype(device: str) -> torch.dtype:
     """The default compute dtype: float32 on a CPU, bfloat16 on a GPU, float16 on a GPU before Ampere."""
-    if device == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    return torch.float32 if device == "cpu" else half_dtype()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 from minillm.bench.completion import Completion
 from minillm.errors import UnsupportedError
 
-NOT_INSTALLED = "not installed: pip install 'minillm-lessons[peers]'"
+NOT_INSTALLED = 'not installed: pip install "minillm-lessons[peers]"'
 SETTINGS = ("flash attention, f16 cache", "fp32 attention and cache")
 """Settings of attention. The first is llama.cpp's default; it also rounds queries, so that logits would be off by about
 a thousandth even with an fp32 cache. The second is exact to 1e-6."""

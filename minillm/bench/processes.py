@@ -1,11 +1,13 @@
-"""What benchmarks ask about processes: their peak memory, and a port for a server."""
+"""What benchmarks ask about processes: their peak memory, a port for a server, and an answer of one."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+from http.client import HTTPResponse
 from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
 
 
 def peak_memory_of_process(pid: int) -> int | None:
@@ -22,6 +24,12 @@ def own_peak_memory() -> int:
 
         found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return found
+
+
+def open_own(url: str, timeout: float) -> HTTPResponse:
+    """Ask a server of this machine, without the proxy that the environment may name. Raises `OSError`."""
+    answer: HTTPResponse = build_opener(ProxyHandler({})).open(url, timeout=timeout)
+    return answer
 
 
 def free_port() -> int:

@@ -7,12 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import psutil
 
-from minillm.bench.processes import free_port, peak_memory_of_process
+from minillm.bench.processes import free_port, open_own, peak_memory_of_process
 from minillm.bench.vllm_peer import cpu_environment, start_vllm
 from minillm.errors import ConfigError
 
@@ -88,7 +86,7 @@ class VllmServerProcess(ServerProcess):
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urlopen(url, timeout=5) as answer:
+        with open_own(url, timeout=5) as answer:
             return bool(answer.status == 200)
-    except (URLError, OSError):
+    except OSError:
         return False

@@ -1,4 +1,4 @@
-"""Gathering rows of an embedding table as one sparse product (inspired by SparseTransX: Anik and Badawy 2025).
+"""Gathering rows of an embedding table as one sparse product (inspired by SparseTransX: Anik and Azad 2025).
 
     head + relation - tail  of many triples   =   A E,      A: one row per triple with the entries +1, +1, -1
 
@@ -23,7 +23,7 @@ def incidence(rows: Tensor, signs: Tensor, num_rows: int) -> Tensor:
     """The sparse matrix A. `rows`: `[n, k]`, which rows of the table each result adds up; `signs`: `[k]`, with which
     factors. `[n, num_rows]`, CSR."""
     count, width = rows.shape
-    starts = torch.arange(0, count * width + 1, width)
+    starts = torch.arange(0, count * width + 1, width, device=rows.device)
     order = rows.argsort(dim=1)  # CSR wants ascending columns
     columns = rows.gather(1, order).flatten()
     values = signs.expand(count, -1).gather(1, order).flatten()

@@ -69,7 +69,8 @@ class Blast:
         So the error never grows. (The paper uses gradient descent.)"""
         _check_rank(rank, weight)
         _check_blocks(blocks, weight)
-        weight = _full_precision(weight)
+        device = weight.device
+        weight = _full_precision(weight).cpu()  # for other devices PyTorch lacks the solver
         start = LowRank.fit(weight, rank)
         u, v = start.u.unflatten(0, (blocks, -1)), start.v.T.unflatten(0, (blocks, -1))
         s = torch.ones(blocks, blocks, rank, dtype=weight.dtype)
@@ -83,7 +84,7 @@ class Blast:
             s = torch.stack(
                 [torch.stack([_scales(u[i], v[j], tiles[i, j]) for j in range(blocks)]) for i in range(blocks)]
             )
-        return cls(u, s, v)
+        return cls(u.to(device), s.to(device), v.to(device))
 
     @property
     def num_parameters(self) -> int:

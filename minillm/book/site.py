@@ -12,7 +12,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection
-from importlib.util import find_spec
 from pathlib import Path
 
 from minillm.book.chapters import read_chapters, write_chapters, write_glossary
@@ -22,18 +21,11 @@ from minillm.book.readme_pages import write_readme_pages
 from minillm.book.replays import add_replays
 from minillm.book.source_pages import SourcePages
 from minillm.book.techniques import write_techniques
-from minillm.errors import ConfigError, LessonError, UnsupportedError
+from minillm.errors import ConfigError, LessonError
 from minillm.teaching.course import choose
 from minillm.teaching.publication import read_home
 from minillm.version import __version__
 
-NEEDED = {
-    "sphinx": "sphinx",
-    "myst_nb": "myst-nb",
-    "pydata_sphinx_theme": "pydata-sphinx-theme",
-    "latex2mathml": "latex2mathml",
-}
-"""The packages of the extra `book`, by what is imported."""
 STATIC = Path(__file__).with_name("static")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 MARKER = ".minillm-book"
@@ -48,12 +40,9 @@ def build_book(
     `replays`: the lessons whose replays play (`["00_tour"]`); None: all; others show a still picture. `jobs`: how many
     lessons run at a time. `sources`: where to write the pages as markdown; default: a temporary folder.
 
-    Raises `UnsupportedError` if the extra `book` is not installed, `LessonError` if `root` has no solved lessons or
-    `out` or `sources` is a file or holds something else than a book, `ConfigError` if one of these two is in the other.
+    Raises `LessonError` if `root` has no solved lessons or `out` or `sources` is a file or holds something else than a
+    book, `ConfigError` if one of these two is in the other.
     """
-    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
-    if missing:
-        raise UnsupportedError(f"the book needs {', '.join(missing)}: pip install 'minillm-lessons[book]'")
     if not (root / "solutions").is_dir():
         raise LessonError(f"{root.resolve()} has no solved lessons; run this in a clone, or name one with --root")
     _check_folder("--out", out)
@@ -64,12 +53,12 @@ def build_book(
             raise ConfigError(f"--out {out} and --sources {sources}: one is in the other; name two folders")
     with tempfile.TemporaryDirectory() as scratch:
         pages = sources or Path(scratch) / "pages"
-        pages.mkdir(parents=True, exist_ok=True)
-        (pages / MARKER).touch()
+        _empty(pages)
         write_pages(root, pages, replays, jobs)
         html = Path(scratch) / "html"
         warnings = _sphinx(pages, html, Path(scratch) / "doctrees", read_home(root).repository)
-        _replace(out, html)
+        _empty(out)
+        shutil.copytree(html, out, dirs_exist_ok=True)
     return warnings
 
 
@@ -81,16 +70,15 @@ def _check_folder(option: str, folder: Path) -> None:
         raise LessonError(f"{folder} is not empty and is not a book; name another folder with {option}, or empty it")
 
 
-def _replace(out: Path, html: Path) -> None:
-    """Make the folder `out` a copy of `html`. It always has the marker, so after an interrupt it may be replaced."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARKER).touch()
-    for old in sorted(out.iterdir()):
+def _empty(folder: Path) -> None:
+    """Make the folder, or delete all in it but the marker, so that it may be replaced after an interrupt too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).touch()
+    for old in sorted(folder.iterdir()):
         if old.is_dir() and not old.is_symlink():
             shutil.rmtree(old)
         elif old.name != MARKER:
             old.unlink()
-    shutil.copytree(html, out, dirs_exist_ok=True)
 
 
 def write_pages(root: Path, pages: Path, replays: Collection[str] | None = None, jobs: int = 1) -> None:

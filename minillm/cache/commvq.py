@@ -7,7 +7,7 @@
 trained once, when the engine starts, on the keys and values of calibration texts, per layer and KV head.
 
 The centres of keys are scaled rotations of the plane, so they commute with RoPE's rotations: a kernel can multiply the
-query with all centres first and never decode a key (`quantization.codebooks.scores_before_rope`). This PyTorch path
+query with all centres first and never decode a key (see `quantization.codebooks`). This PyTorch path
 decodes and rotates, as all layouts of `paged_latent` do, which gives the same scores.
 
 Differences from the paper. It learns encoders and codebooks together, with more training than this; here stages are

@@ -33,15 +33,10 @@ from torch.nn import functional as F
 
 from minillm.batch import Batch
 from minillm.cache.base import SequenceKVCache
-from minillm.cache.sequence_rows import (
-    additive_mask,
-    check_at_least,
-    pack_queries,
-    packed_attention,
-    unpack_outputs,
-)
+from minillm.cache.sequence_rows import check_at_least, packed_attention
 from minillm.errors import ConfigError, MinillmError, UnsupportedError
 from minillm.models.config import ModelConfig
+from minillm.ops.paged_attention import additive_mask, pack_queries, unpack_outputs
 
 Parts = tuple[Tensor, ...]
 """What a layout stores in place of compressed tokens."""

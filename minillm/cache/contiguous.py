@@ -29,7 +29,6 @@ from minillm.batch import Batch
 from minillm.cache.base import SequenceKVCache
 from minillm.cache.sequence_rows import (
     QueryGroup,
-    additive_mask,
     check_at_least,
     group_by_query_len,
     is_padded_together,
@@ -39,7 +38,7 @@ from minillm.cache.sequence_rows import (
 )
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
-from minillm.ops.paged_attention import MAX_DECODE_QUERIES
+from minillm.ops.paged_attention import MAX_DECODE_QUERIES, additive_mask
 
 GROWTHS = ("preallocated", "concat", "every")
 MIN_ROWS_PER_GROWTH = 16

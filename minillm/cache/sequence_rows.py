@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minillm.batch import Batch
 from minillm.config import at_least
 from minillm.errors import ConfigError
+from minillm.ops.paged_attention import pack_queries, unpack_outputs
 
 PADDED_DEVICES = ("cuda",)
 """Device types on which one padded attention call is faster than one call per request."""
@@ -120,30 +121,6 @@ def query_positions(batch: Batch, requests: Sequence[int]) -> Tensor:
     """Positions of the new tokens of requests with the same number of them: `[requests, new tokens]`."""
     spans = [range(batch.seq_lens[r] - batch.query_lens[r], batch.seq_lens[r]) for r in requests]
     return torch.tensor([list(span) for span in spans], device=batch.block_tables.device)
-
-
-def additive_mask(hidden: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
-    """The mask that `packed_attention` adds to the scores: -inf where `hidden` is True, else 0.
-
-    `hidden`: `[count, queries, rows]`. Returns `[count, 1, heads_per_kv · queries, rows]`. For a single query the third
-    dimension is 1.
-    """
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-    return (mask if mask.shape[1] == 1 else mask.repeat(1, heads_per_kv, 1)).unsqueeze(1)
-
-
-def pack_queries(q: Tensor, count: int, num_kv: int) -> Tensor:
-    """Stack all queries of all heads that share a KV head, so that one matrix product computes their scores.
-
-    `[count · queries, num_heads, head_dim]` → `[count, num_kv_heads, heads per KV head · queries, head_dim]`.
-    """
-    return q.view(count, -1, num_kv, q.shape[1] // num_kv, q.shape[2]).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def unpack_outputs(out: Tensor, num_queries: int) -> Tensor:
-    """The inverse of `pack_queries`, for `num_queries` queries per request."""
-    heads = out.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
-    return heads.flatten(2, 3).flatten(0, 1)
 
 
 def packed_attention(

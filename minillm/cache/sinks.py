@@ -1,7 +1,7 @@
 """Attention sinks: the first few tokens stay, plus a sliding window (StreamingLLM: Xiao et al. 2024, section 3.2).
 
-Models put much of their attention on the first tokens, whatever these are, because the softmax must sum to 1. A plain
-window evicts them and the output degrades; keeping four of them is enough to prevent that.
+Many models put much of their attention on the first tokens, whatever these are, because the softmax must sum to 1. A
+plain window evicts them and the output degrades; keeping four of them is enough to prevent that.
 
 **Positions are those within the cache**, not those in the text. A query at position t whose window begins at w > s sees
 the s sinks at 0 … s - 1 and its window at s, s + 1, …, as if the e = w - s evicted tokens between them did not exist.

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.cache.compressed_prompt import CompressedPromptKVCache, LayerRows, Parts, check_share
-from minillm.cache.sequence_rows import MOST, additive_mask, pack_queries, packed_attention, unpack_outputs
+from minillm.cache.sequence_rows import MOST, packed_attention
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
+from minillm.ops.paged_attention import additive_mask, pack_queries, unpack_outputs
 from minillm.quantization.vector_kmeans import cluster_means, cluster_sizes, vector_kmeans
 
 

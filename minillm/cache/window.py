@@ -26,19 +26,16 @@ from minillm.batch import Batch
 from minillm.cache.base import SequenceKVCache
 from minillm.cache.sequence_rows import (
     QueryGroup,
-    additive_mask,
     check_at_least,
     group_by_query_len,
     layer_views,
-    pack_queries,
     packed_attention,
     query_group,
     query_positions,
-    unpack_outputs,
 )
 from minillm.errors import MinillmError
 from minillm.models.config import ModelConfig
-from minillm.ops.paged_attention import MAX_DECODE_QUERIES
+from minillm.ops.paged_attention import MAX_DECODE_QUERIES, additive_mask, pack_queries, unpack_outputs
 
 SLICE = 128
 """Queries per attention call of a long prefill. A call reads only the keys in its queries' windows, so the cost of a

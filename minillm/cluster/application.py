@@ -15,6 +15,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from minillm.cluster.gateway import Answer, ReplicaLost, build_gateway
@@ -26,7 +27,7 @@ from minillm.cluster.session import lost_errors
 from minillm.cluster.worker_pool import check_resources, room
 from minillm.config import at_least
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
-from minillm.errors import ConfigError, EngineDeadError
+from minillm.errors import ConfigError, EngineDeadError, QueueOverflowError
 from minillm.serve.server import listen, url_of
 
 ROUTERS = ("prefix", "power_of_two")
@@ -52,8 +53,6 @@ class ClusterSettings:
     gpus_per_replica: float = 0
     router: str = "prefix"
     max_imbalance: int = MAX_IMBALANCE
-    max_ongoing_requests: int = 256
-    """Requests that a replica takes before others are asked; more wait in the gateway."""
     api_keys: tuple[str, ...] = ()
     router_limits: dict[str, Any] = field(default_factory=dict)
     """Other limits of `PrefixTable`."""
@@ -61,12 +60,18 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
             raise ConfigError(f"router={self.router!r} must be one of {', '.join(ROUTERS)}")
-        for name in ("num_replicas", "num_gateways", "max_ongoing_requests"):
+        for name in ("num_replicas", "num_gateways"):
             at_least(name, getattr(self, name), 1)
         check_resources("cpus_per_replica", self.cpus_per_replica)
         check_resources("gpus_per_replica", self.gpus_per_replica, whole_above_one=True)
         PrefixTable(max_imbalance=self.max_imbalance, **self.router_limits)
         self.replica.server_settings(self.api_keys)
+
+    @property
+    def max_num_queued_reqs(self) -> int:
+        """Requests that all replicas take together. As many more wait in each gateway, so that no burst of requests is
+        refused that the replicas have room for."""
+        return self.replica.max_num_queued_reqs * self.num_replicas
 
     @property
     def block_size(self) -> int:
@@ -88,8 +93,11 @@ class ServeReplicas:
                 yield piece
         except lost_errors() as problem:
             raise ReplicaLost(type(problem).__name__) from problem
+        except BackPressureError:
+            raise QueueOverflowError("all replicas are full, and so is the gateway's queue; try again later") from None
         finally:
-            response.cancel()
+            with suppress(BackPressureError):  # raised again by a response that was refused
+                response.cancel()
 
 
 def build_application(settings: ClusterSettings, name: str) -> serve.Application:
@@ -102,7 +110,8 @@ def build_application(settings: ClusterSettings, name: str) -> serve.Application
         Replica,
         name="Replica",
         num_replicas=settings.num_replicas,
-        max_ongoing_requests=settings.max_ongoing_requests,
+        max_ongoing_requests=settings.replica.max_num_queued_reqs,
+        max_queued_requests=settings.max_num_queued_reqs,
         ray_actor_options={"num_cpus": settings.cpus_per_replica, "num_gpus": settings.gpus_per_replica},
         health_check_period_s=HEALTH_CHECK_S,
         logging_config=QUIET,
@@ -112,7 +121,7 @@ def build_application(settings: ClusterSettings, name: str) -> serve.Application
         serve.ingress(_gateway_builder(settings, name))(),
         name="Gateway",
         num_replicas=settings.num_gateways,
-        max_ongoing_requests=settings.max_ongoing_requests * settings.num_replicas,
+        max_ongoing_requests=3 * settings.max_num_queued_reqs,  # those that replicas have, that wait, that are refused
         ray_actor_options={"num_cpus": 0},  # it waits most of the time; two replicas fit on two processors
         logging_config=QUIET,
     )
@@ -203,9 +212,10 @@ def _wait_until_it_runs(name: str, deadline: float) -> None:
 
 def _wait_until_it_answers(url: str, deadline: float) -> None:
     """Wait for any answer of the gateway. Raises `EngineDeadError` after the deadline."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is this machine's own address
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=10):
+            with opener.open(url, timeout=10):
                 return
         except urllib.error.HTTPError as answer:
             if answer.code != HTTPStatus.NOT_FOUND:  # a proxy that does not know the gateway yet

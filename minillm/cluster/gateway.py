@@ -37,8 +37,8 @@ REPLICA_HEADER = b"x-minillm-replica"
 """Which replica has answered, or has begun to."""
 TRIES_HEADER = b"x-minillm-tries"
 """To how many replicas the request was sent until then."""
-FORWARDED = (b"content-type", b"accept", b"x-request-id")
-"""Headers that replicas get. The key is checked here and stays here."""
+FORWARDED = b"content-type"
+"""The header that replicas get. The key is checked here and stays here."""
 PER_CONNECTION = (b"content-length", b"connection")
 """Headers of a replica's answer that the client does not get: they are about the connection, which is the gateway's."""
 
@@ -53,7 +53,7 @@ class Replicas(Protocol):
     """How the gateway reaches the replicas."""
 
     def send(self, call: HttpCall) -> Answer:
-        """The answer of one replica: its start, then its body. Raises `ReplicaLost`."""
+        """The answer of one replica: its start, then its body. Raises `ReplicaLost`, or `QueueOverflowError`."""
 
 
 def build_gateway(
@@ -62,7 +62,7 @@ def build_gateway(
     """The application that Serve runs at the address of the cluster. `reader`: None if the router needs no hashes."""
     server = settings.server_settings(api_keys)
     app = FastAPI(title="minillm cluster", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    install_error_handlers(app, server.retry_after_s)
+    install_error_handlers(app)
     install_checks(app, server)
 
     @app.get("/metrics")
@@ -73,7 +73,7 @@ def build_gateway(
     async def forward(request: Request) -> Response:
         path, body = request.scope["path"], await request.body()  # the path that `KeyCheck` has seen
         hashes = await asyncio.to_thread(reader.block_hashes, path, body) if reader and body else []
-        headers = tuple(pair for pair in request.headers.raw if pair[0] in FORWARDED)
+        headers = tuple(pair for pair in request.headers.raw if pair[0] == FORWARDED)
         call = HttpCall(request.method, path, headers, body, tuple(hashes))
         return await unless_disconnected(request, Forward(replicas, call).respond())
 

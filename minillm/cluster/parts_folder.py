@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from minillm.bench.whole_file import write_whole_file
 from minillm.errors import ConfigError
 
 JOB, LOCK = "job.json", "lock"
@@ -62,9 +62,10 @@ class PartsFolder:
         return self.path(begin, end).exists()
 
     def write(self, begin: int, end: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of a part, one JSON object per line, all or nothing."""
+        """Write the rows of a part, one JSON object per line, all or nothing. Raises `OSError`."""
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self._replace(self.path(begin, end), text)
+        file = self.path(begin, end)
+        write_whole_file(file, text, file.with_suffix(".tmp"))
 
     def read(self, parts: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
         """The rows of these parts, in order."""
@@ -88,7 +89,7 @@ class PartsFolder:
     def _check_job(self) -> None:
         file = self.folder / JOB
         if not file.exists():
-            self._replace(file, json.dumps(self.job, indent=2) + "\n")
+            write_whole_file(file, json.dumps(self.job, indent=2) + "\n", file.with_suffix(".tmp"))
             return
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -100,14 +101,6 @@ class PartsFolder:
             keys = [key for key in {**found, **self.job} if found.get(key) != self.job.get(key)]
             was, now = ({key: each.get(key) for key in keys[:3]} for each in (found, self.job))
             raise ConfigError(f"--out {self.folder} holds another job ({was}, not {now}); name another folder")
-
-    def _replace(self, file: Path, text: str) -> None:
-        temporary = file.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
 
 
 @contextmanager

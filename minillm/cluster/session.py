@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minillm.errors import ConfigError, UnsupportedError
+from minillm.errors import ConfigError
+from minillm.extras import need
 
 NEEDED = ("ray", "aiohttp", "fastapi", "prometheus_client", "uvicorn")
 """Ray, and what `ray[serve]` brings."""
@@ -25,9 +25,7 @@ ENVIRONMENT = {
 
 def check_ray() -> None:
     """Raise `UnsupportedError` if the extra `ray` is not installed."""
-    for name in NEEDED:
-        if importlib.util.find_spec(name) is None:
-            raise UnsupportedError(f"{name} is not installed; run: pip install 'minillm-lessons[ray]'")
+    need("ray", *NEEDED)
 
 
 def lost_errors() -> tuple[type[Exception], ...]:

@@ -24,8 +24,6 @@ EXAMPLES = """\
   minillm bench speculation --slices edits,functions --weights int8 --batches 1
   minillm bench gpu --json gpu.json
 """
-FILE_WIDTH = 200
-"""Characters of a line if the output is no terminal: the table is not squeezed."""
 NOT_FOR_THE_BENCHMARK = ("name", "json", "run")
 """Parsed arguments that are not options of the benchmark."""
 
@@ -75,11 +73,10 @@ def run(args: argparse.Namespace) -> int:
     """Run one benchmark, write its JSON and print its table."""
     if args.json:
         check_new_file("--json", args.json)
-    from rich.console import Console
-
     from minillm.bench import provenance
     from minillm.bench.harness import save
     from minillm.bench.tables import speed_table
+    from minillm.commands.tables import print_table
 
     provenance.of_this_process()
     measure = find(args.name)
@@ -89,10 +86,7 @@ def run(args: argparse.Namespace) -> int:
     result = measure(**given)
     if args.json:  # before it is printed, which may fail
         save(result, args.json)
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print((find_table(args.name) or speed_table)(result))
+    print_table((find_table(args.name) or speed_table)(result))
     return 0
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from minillm.commands.command import Command
 from minillm.commands.output_checks import check_new_file, check_writable
 from minillm.errors import ConfigError
+from minillm.extras import need
 
 EXAMPLES = """\
   minillm book                      into the folder site/
   minillm book --no-run             quicker: replays are still pictures
   minillm book --out public --root ../minillm --jobs 2
 """
+NEEDED = ("ipykernel", "jupytext", "latex2mathml", "myst_nb", "nbclient", "nbformat", "pydata_sphinx_theme", "sphinx")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build the site. Returns 1 if Sphinx gave a warning, such as a link that leads nowhere."""
+    need("book", *NEEDED)
     from minillm.book.site import build_book
 
     if args.jobs < 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from minillm.commands.command import Command
 from minillm.commands.output_checks import check_new_file
 from minillm.errors import ConfigError
+from minillm.extras import need
 
 EXAMPLES = """\
   minillm build                     all lessons
@@ -25,6 +26,7 @@ EXAMPLES = """\
   minillm build --classroom course 02 06
                                     write a repository for students: notebooks, requirements, a workflow with nbval
 """
+NEEDED = ("ipykernel", "jupytext", "nbclient", "nbformat")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.root.resolve()} has no folder 'solutions'; run this in a clone, or name one with --root"
         )
+    need("dev", *NEEDED)
     if args.rerun and not args.check:
         raise ConfigError("--run needs --check; without both, the lessons run and their outputs are recorded")
     if args.nbgrader or args.otter or args.classroom:
@@ -114,7 +117,7 @@ def _refuse_useless(args: argparse.Namespace) -> None:
 
 def _write_assignments(args: argparse.Namespace) -> int:
     from minillm.teaching.assignments import write_nbgrader, write_otter
-    from minillm.teaching.grading.variants import read_secret
+    from minillm.teaching.grading.hidden_cases import read_secret
 
     secret = read_secret(args.secret_file) if args.secret_file else b""
     for target, write in ((args.nbgrader, write_nbgrader), (args.otter, write_otter)):

@@ -95,7 +95,7 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=positive, default=8000, help="(default: %(default)s)")
     key_help = f"ask for one of these keys (default: the one in ${serve.API_KEY}, if set)"
     parser.add_argument("--api-key", nargs="+", metavar="KEY", help=key_help)
-    serve.add_queue_option(parser, "most unfinished sequences of a replica; more are answered 503")
+    serve.add_queue_option(parser, "most unfinished sequences of a replica; as many more wait, others are answered 503")
     serve.add_origins_option(parser)
     parser.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="(default: the model's)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template that every machine has")
@@ -201,14 +201,13 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
 def _sweep(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
-    from rich.console import Console
-
     from minillm.cluster.sweep import SweepSettings, sweep, table
+    from minillm.commands.tables import print_table
 
     given = {f.name: getattr(args, f.name) for f in fields(SweepSettings) if getattr(args, f.name) is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     rows = sweep(args.out, SweepSettings(**{**given, **lists}), _pool(args), _bar("point"))
-    Console().print(table(rows))
+    print_table(table(rows))
     return 0
 
 
@@ -241,16 +240,15 @@ def _failover(args: argparse.Namespace) -> int:
         check_new_file("--json", args.json)
     from dataclasses import fields
 
-    from rich.console import Console
-
     from minillm.bench.harness import save
     from minillm.cluster.failover import FailoverSettings, passed, run, table
+    from minillm.commands.tables import print_table
 
     known = {f.name for f in fields(FailoverSettings)}
     result = run(FailoverSettings(**{n: value for n, value in vars(args).items() if n in known and value is not None}))
     if args.json:  # before it is printed, which may fail
         save(result, args.json)
-    Console().print(table(result))
+    print_table(table(result))
     return 0 if passed(result) else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,16 +41,26 @@ def run(args: argparse.Namespace) -> int:
 
     export = export_gguf(args.model, args.gguf, args.type, progress=True)
     print(f"{export.file}: {export.num_bytes:,} bytes, architecture {export.architecture}, {args.type}")
-    print(_about_tokenizer(export))
+    print("\n".join(_about_tokenizer(export)))
     return 0
 
 
-def _about_tokenizer(export: GgufExport) -> str:
+def _about_tokenizer(export: GgufExport) -> Iterator[str]:
     tokenizer = export.tokenizer
     if tokenizer is None:
-        return "No tokenizer: llama.cpp needs a byte-level BPE. The file works with token ids, not with text."
+        yield "No tokenizer: llama.cpp needs a byte-level BPE. The file works with token ids, not with text."
+        return
     same = f"the same tokens as the original for {tokenizer.agreement:.0%} of the held-out texts"
-    return f"Tokenizer: {len(tokenizer.tokens):,} tokens, split as {tokenizer.pre!r}: {same}."
+    yield f"Tokenizer: {len(tokenizer.tokens):,} tokens, split as {tokenizer.pre!r}: {same}."
+    named, *others = export.end_tokens
+    if others:
+        left_out = ", ".join(f"{token} ({tokenizer.tokens[token]})" for token in others)
+        yield (
+            f"End of text: token {named} ({tokenizer.tokens[named]}). The file cannot name {left_out}; llama.cpp ends "
+            "there only if it knows the text."
+        )
+    if not tokenizer.chat_templates:
+        yield "No chat template: the checkpoint has none, and llama.cpp's server would use ChatML."
 
 
 COMMAND = Command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,11 @@ def add_what_to_grade(parser: argparse.ArgumentParser) -> None:
     """Add the options that `minillm cluster grade` has too."""
     parser.add_argument("submissions", type=Path, help="folder of notebooks, one folder or one file per student")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the reports")
+    student_help = (
+        "whose a file is: the first group of this expression, matched at the beginning of the file's name below the "
+        "folder (default: the folder or file there)"
+    )
+    parser.add_argument("--student", default="", metavar="REGEX", help=student_help)
     lessons_help = "lessons to grade (default: those that each notebook has functions of)"
     parser.add_argument("--lessons", nargs="+", default=[], metavar="NUMBER", help=lessons_help)
     secret_help = "file with the course's secret, at least 16 bytes: hidden cases that differ from student to student"
@@ -60,7 +66,7 @@ def run(args: argparse.Namespace, graders: Graders | None = None) -> int:
     rules = rules_of(args)
     _refuse_out_of_submissions(args)
     _refuse_shown(args)
-    files = batch.find(args.submissions)
+    files = batch.find(args.submissions, _student_pattern(args.student))
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -79,8 +85,21 @@ def run(args: argparse.Namespace, graders: Graders | None = None) -> int:
 def _refuse_out_of_submissions(args: argparse.Namespace) -> None:
     """Raise `ConfigError` if the reports would lie among the submissions: the next run would take them for students."""
     out, submissions = args.out.resolve(), args.submissions.resolve()
+    if submissions in out.parents:
+        raise ConfigError(f"--out {args.out} is in the submissions {args.submissions}; name another folder")
     if out in (submissions, *submissions.parents):
         raise ConfigError(f"--out {args.out} has the submissions {args.submissions} in it; name another folder")
+
+
+def _student_pattern(text: str) -> re.Pattern[str] | None:
+    """The expression of `--student`. Raises `ConfigError` if it is none, or has no group."""
+    try:
+        pattern = re.compile(text)
+    except re.error as problem:
+        raise ConfigError(f"--student {text!r}: {problem}") from None
+    if text and not pattern.groups:
+        raise ConfigError(f"--student {text!r}: put round brackets around the student's part")
+    return pattern if text else None
 
 
 def _refuse_shown(args: argparse.Namespace) -> None:
@@ -108,17 +127,17 @@ def rules_of(args: argparse.Namespace) -> object:
             raise ConfigError(f"{asked}: it must be at least {least:g} and at most {MOST:g}")
     if not 0 <= args.alike <= 1:
         raise ConfigError(f"--alike {args.alike:g}: it must be from 0 to 1")
-    from minillm.teaching.grading.one_submission import Rules, exercises_in
-    from minillm.teaching.grading.variants import read_secret
+    from minillm.teaching import registry
+    from minillm.teaching.grading.hidden_cases import read_secret
+    from minillm.teaching.grading.one_submission import Rules
     from minillm.teaching.guard import Limits
-    from minillm.teaching.registry import module_names
 
     lessons: dict[str, None] = {}  # each once, in the order given
     for name in args.lessons:
         lesson = f"l{name.removeprefix('l').split('_')[0].zfill(2)}"
         lessons[lesson] = None
-        if not exercises_in(lesson):
-            first, *_, last = (module[1:3] for module in module_names())
+        if not registry.of_lesson(lesson):
+            first, *_, last = (known[1:] for known in registry.lessons())
             raise ConfigError(
                 f"--lessons {name}: there is no such lesson with exercises; numbers are {first} to {last}"
             )

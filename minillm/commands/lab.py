@@ -28,7 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("lesson", nargs="?", default="", help="number or name of the lesson (default: the first)")
     where = f"copy the lessons to DIR (default: ./{COPIES}, or no copy inside a clone)"
-    parser.add_argument("--dir", type=Path, help=where)
+    parser.add_argument("--dir", type=user_path, help=where)
     solutions = "also copy the solved lessons, to the folder 'solutions' in DIR"
     parser.add_argument("--solutions", action="store_true", help=solutions)
     complete = "complete code as you type, with the models of the lessons (off otherwise: a learner writes the answers)"
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if importlib.util.find_spec("jupyterlab") is None:
         raise UnsupportedError(
-            "JupyterLab is not installed; run: pip install 'minillm-lessons[lab]', or open "
+            'JupyterLab is not installed; run: pip install "minillm-lessons[lab]", or open '
             f"{notebook} in another notebook program"
         )
     from jupyterlab.labapp import LabApp
@@ -60,6 +60,11 @@ def run(args: argparse.Namespace) -> int:
     completion = completion_options() if args.complete else []
     LabApp.launch_instance([str(notebook), f"--ServerApp.root_dir={folder}", *completion, *args.jupyter])
     return 0
+
+
+def user_path(name: str) -> Path:
+    """The path with `~` expanded, which not every shell does, and none in `--dir=~/course`."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - `Path.expanduser` raises for a user without a home
 
 
 def completion_options() -> list[str]:

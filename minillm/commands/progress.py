@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from minillm.commands.command import Command
-from minillm.commands.lab import COPIES, clone_folder
+from minillm.commands.lab import COPIES, clone_folder, user_path
 from minillm.errors import ConfigError
 
 EXAMPLES = """\
@@ -19,14 +19,15 @@ PATTERN = "[0-9][0-9]_*.ipynb"
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     where = f"folder of notebooks (default: ./{COPIES}, or inside a clone its own lessons)"
-    parser.add_argument("folder", nargs="?", type=Path, help=where)
+    parser.add_argument("folder", nargs="?", type=user_path, help=where)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check every exercise of every notebook, and print a line per lesson."""
-    from rich.console import Console
     from rich.table import Table
     from tqdm import tqdm
+
+    from minillm.commands.tables import print_table
 
     files = notebooks(args.folder)
     from minillm.teaching.grading.batch import grading_environment
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             elif found:
                 left = [f"{e.exercise} ({e.status.value})" for e in found if e.status is not Status.PASSED]
                 table.add_row(file.stem, f"{len(found) - len(left)} of {len(found)}", left[0] if left else "")
-    Console().print(table)
+    print_table(table)
     return 0
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 from minillm.commands.command import Command
-from minillm.errors import ConfigError, UnsupportedError
+from minillm.errors import ConfigError, EngineDeadError
+from minillm.extras import need
 from minillm.serve.settings import MAX_NUM_QUEUED_REQS
 
 EXAMPLES = """\
@@ -133,10 +133,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Listen, load the model, serve until a signal, drain."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UnsupportedError(f"{', '.join(missing)} is not installed; run: pip install 'minillm-lessons[serve]'")
+    """Listen, load the model, serve until a signal, drain. Raises `EngineDeadError` if the engine fails meanwhile."""
+    need("serve", *NEEDED)
     if not args.shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout} must be at least 0 seconds")
 
@@ -145,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     from minillm.config import EngineArgs
     from minillm.models.hub import resolve
     from minillm.serve.app import build_app
-    from minillm.serve.server import check_log_level, listen, make_server, url_of
+    from minillm.serve.server import allow_open_files, check_log_level, listen, make_server, url_of
     from minillm.serve.settings import ServerSettings
     from minillm.tokenizer import Tokenizer
 
@@ -165,10 +163,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         template = ChatTemplate(engine.llm_engine.engine.tokenizer, args.model, args.chat_template)
         app = build_app(engine, settings, template)
-        server = make_server(app, args.shutdown_timeout, args.uvicorn_log_level, not args.disable_uvicorn_access_log)
+        log_level, access_log = args.uvicorn_log_level, not args.disable_uvicorn_access_log
+        server = make_server(app, engine, args.shutdown_timeout, log_level, access_log)
+        allow_open_files(args.max_num_queued_reqs)
         url = url_of(*listener.getsockname()[:2])
         print(f"minillm serves {settings.model_names[0]} at {url}/v1", flush=True)
         server.run(sockets=[listener])
+        if server.has_lost_engine:
+            raise EngineDeadError(f"the engine has failed, so the server has ended: {engine.dead_error}")
     finally:
         engine.shutdown()
     return 0

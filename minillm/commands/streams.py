@@ -1,4 +1,4 @@
-"""Handle standard streams that are closed or full, or whose encoding lacks ✓, γ and é."""
+"""Handle standard streams that are closed or full, or whose encoding is not UTF-8."""
 
 from __future__ import annotations
 
@@ -7,33 +7,30 @@ import io
 import os
 import select
 import sys
-import unicodedata
 from contextlib import suppress
 from typing import TextIO
 
 from minillm.errors import ConfigError
 
-REPLACEMENTS = {
-    "✓": "+", "✗": "x", "╳": "x", "×": "x", "·": ".", "…": "~", "⏎": "$", "⇥": ">", "↻": ">", "★": "*", "●": "o",
-    "–": "-", "—": "-", "−": "-", "“": '"', "”": '"', "‘": "'", "’": "'", "→": ">", "←": "<", "↑": "^", "↓": "v",
-    "≤": "<", "≥": ">", "≈": "~", "α": "a", "β": "b", "γ": "g", "σ": "s", "τ": "t", "χ": "x", "µ": "u", "μ": "u",
-    "─": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "▓": "+", "░": "%", "ß": "s", "ø": "o", "æ": "a", "ł": "l",
-}  # fmt: skip
-"""Each stand-in is one character, so that columns stay aligned."""
-HANDLER = "minillm-stand-ins"
-
 
 def check_streams() -> None:
-    """Make both streams replace characters that they cannot encode. Raises `ConfigError` if stdout is closed."""
-    codecs.register_error(HANDLER, _with_stand_ins)
+    """Make files and pipes UTF-8, and terminals show `?` for what they cannot encode.
+
+    `PYTHONIOENCODING` overrides the first. Raises `ConfigError` if stdout is closed.
+    """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - it stays open to the end
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
         raise ConfigError("standard output is closed; send it to a file, or to /dev/null")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape", "backslashreplace"):
-            stream.reconfigure(errors=HANDLER)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        chosen = stream.isatty() or "PYTHONIOENCODING" in os.environ
+        if not chosen and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(encoding="utf-8")
+        if stream is not sys.stdin and stream.errors in ("strict", "surrogateescape", "backslashreplace"):
+            stream.reconfigure(errors="replace")
 
 
 def close_quietly(stream: TextIO) -> None:
@@ -56,16 +53,3 @@ def reader_has_left(stream: TextIO) -> bool:
     except (OSError, ValueError):
         return False  # a stream of Python's own
     return bool(watched.poll(0))
-
-
-def _with_stand_ins(problem: UnicodeError) -> tuple[str, int]:
-    """Replace characters that cannot be encoded: a similar character, the letter without its accent, or `?`."""
-    if not isinstance(problem, UnicodeEncodeError):
-        raise problem
-    unencodable = problem.object[problem.start : problem.end]
-    return "".join(map(_stand_in, unencodable)), problem.end
-
-
-def _stand_in(character: str) -> str:
-    found = REPLACEMENTS.get(character) or unicodedata.normalize("NFKD", character)[:1]
-    return found if found.isascii() else "?"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minillm.errors import PromptError
-from minillm.fill_in_the_middle import FIM_TOKENS, fim_prompt
+from minillm.fill_in_the_middle import FIM_TOKENS, check_no_fim_token, fim_prompt
 from minillm.models import bundled
 from minillm.tokenizer import Tokenizer
 
@@ -64,12 +64,14 @@ def gap_prompt(tokenizer: Tokenizer, model: str, gap: Gap, limit: int) -> GapPro
     """The prompt for `gap`, with at most `limit` tokens.
 
     Without text after the gap, or for a model that cannot fill gaps, it is the text before the gap. Raises
-    `PromptError` if there is no text before the gap, or if a text contains a token of fill in the middle.
+    `PromptError` if there is no text before the gap, or if a text that the model is given contains a token of fill in
+    the middle.
     """
     if not gap.prefix.strip():
         raise PromptError("there is no code before the cursor; type something first")
     if not (gap.suffix.strip() and can_fill_gaps(tokenizer, model)):
         prefix = end_of(tokenizer, gap.prefix, limit)
+        check_no_fim_token(tokenizer, "prefix", prefix)
         return GapPrompt(tokenizer.encode(prefix), False, len(gap.prefix) - len(prefix))
     markers = len(FIM_TOKENS) + len(tokenizer.encode(""))
     suffix = start_of(tokenizer, gap.suffix, limit // SUFFIX_SHARE)

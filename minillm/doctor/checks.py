@@ -17,7 +17,7 @@ from typing import Any
 from minillm.doctor import LOW_MEMORY_BYTES
 from minillm.doctor.import_probe import Answer, ask, problem
 from minillm.doctor.report import Row
-from minillm.hardware import cpu, gpu, memory
+from minillm.hardware import cpu, gpu, memory, unusable_reason
 from minillm.models import bundled
 
 TRITON, NUMBA, OPENMP = "triton", "numba", "numba.np.ufunc.omppool"
@@ -40,7 +40,10 @@ def run_checks() -> Iterator[Row]:
     yield python()
     yield pytorch()
     if not problem("torch"):
-        yield from (device(), dtype(), triton(), kernels(), threads())
+        yield from (device(), dtype(), triton())
+        if gpu() is not None:
+            yield kernels()
+        yield threads()
     yield from (numba(), processor(), main_memory(), models(), widgets(), charts(), lab())
 
 
@@ -49,7 +52,7 @@ def machine() -> str:
     from minillm.version import __version__
 
     card = None if problem("torch") else gpu()
-    if card is not None:
+    if card is not None and not unusable_reason("cuda"):
         kernels_run = "Triton kernels" if _runs_triton() else "PyTorch operations"
         return f"minillm {__version__} · {card.name}, {card.architecture} · {kernels_run}"
     chip = cpu()
@@ -69,7 +72,10 @@ def pytorch() -> Row:
     """The tensor library."""
     reason = problem("torch")
     if reason:
-        return Row("PyTorch", "missing", reason, "The engine cannot run at all.", "pip install torch")
+        fix = _install("torch", reason)
+        if "broken" in reason and sys.platform == "win32":
+            fix += ", and the Visual C++ Redistributable from Microsoft"
+        return Row("PyTorch", "missing", reason, "The engine cannot run at all.", fix)
     import torch
 
     gpu_library = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
@@ -81,9 +87,12 @@ def device() -> Row:
     """The device that the engine uses by default."""
     card = gpu()
     if card is None:
-        meaning = "Every lesson runs on the CPU; GPU speeds cannot be measured here."
+        meaning = "Lessons run on the CPU; GPU speeds cannot be measured here."
         return Row("device", "limited", "CPU (PyTorch sees no CUDA GPU)", meaning)
     found = f"{card.name}, {card.architecture}, {_gib(card.free)} of {_gib(card.total)} free"
+    if reason := unusable_reason("cuda"):
+        meaning = f"The engine runs on the CPU, because PyTorch cannot use this GPU: {reason.removesuffix('.')}."
+        return Row("device", "limited", found, meaning)
     if card.free < LOW_MEMORY_BYTES:
         meaning = "The engine chooses this GPU, but may not fit into what other processes leave of it."
         return Row("device", "limited", found, meaning, "end them (nvidia-smi lists them), or say device='cpu'")
@@ -106,8 +115,10 @@ def triton() -> Row:
     """The kernel language."""
     reason = _tried(TRITON).problem
     if reason:
-        fix = "pip install triton" if sys.platform == "linux" else "for kernels: Linux, WSL or a hosted notebook"
-        return Row("Triton", "limited", reason, "Triton kernels do not run; the engine uses PyTorch.", fix)
+        meaning = "Lessons 8 and 9 do not run; in the others the engine uses PyTorch."
+        if sys.platform == "linux":
+            return Row("Triton", "missing", reason, meaning, _install("triton", reason))
+        return Row("Triton", "limited", f"{reason}: it is for Linux, WSL and hosted notebooks", meaning)
     version, card = _version("triton"), gpu()
     if card is None:
         meaning = "Without a GPU, Triton kernels run in its interpreter: correct, but slow."
@@ -122,15 +133,11 @@ def triton() -> Row:
 
 
 def kernels() -> Row:
-    """Which operations have a kernel on this GPU, according to the dispatch."""
+    """Which operations have a kernel on the GPU, which is there, according to the dispatch."""
     from minillm.ops.dispatch import OPS, implementations
 
-    card = gpu()
-    if card is None:
-        meaning = "Kernels are for GPUs; on a CPU the compiled step does their work."
-        return Row("GPU kernels", "ok", f"none of {len(OPS)} operations: there is no GPU", meaning)
     others = [name for name in OPS if implementations(name, "cuda")[0] != "triton"]
-    found = f"{len(OPS) - len(others)} of {len(OPS)} operations on {card.architecture}"
+    found = f"{len(OPS) - len(others)} of {len(OPS)} operations on {gpu().architecture}"
     if len(others) == len(OPS):
         return Row("GPU kernels", "limited", found, "The GPU runs PyTorch operations instead: correct, but slower.")
     if others:
@@ -143,10 +150,10 @@ def numba() -> Row:
     """The compiler of the decoder step for the CPU."""
     reason = _tried(NUMBA).problem
     if reason:
-        meaning = "The step compiled for the CPU is off; PyTorch replaces it, two to eight times slower."
+        meaning = "Lesson 15 does not run; in the others PyTorch replaces the step, two to eight times slower."
         if sys.platform == "win32" and platform.machine().lower() == "arm64":
             return Row("compiled step", "limited", "there is no numba for Windows on ARM64", meaning)
-        return Row("compiled step", "limited", f"numba is {reason}", meaning, "pip install numba")
+        return Row("compiled step", "missing", f"numba is {reason}", meaning, _install("numba", reason))
     found = f"numba {metadata.version('numba')}"
     chip = _chip()
     if chip["unsupported_reason"]:
@@ -177,11 +184,14 @@ def threads() -> Row:
     """How many threads one operation may use."""
     import torch
 
-    used, chip, limit = torch.get_num_threads(), cpu(), os.environ.get("OMP_NUM_THREADS")
-    found = f"{used} per operation" + (f" (OMP_NUM_THREADS={limit})" if limit else "")
+    used, chip = torch.get_num_threads(), cpu()
+    limits = [name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if os.environ.get(name)]
+    found = f"{used} per operation" + "".join(f", {name}={os.environ[name]}" for name in limits)
     if used < min(chip.physical_cores, chip.usable_cores):
+        if not limits:  # PyTorch leaves out the slower cores of Apple's processors
+            return Row("threads", "ok", found, "PyTorch uses no more cores than pay.")
         meaning = f"Some of the {chip.physical_cores} cores stay idle."
-        return Row("threads", "limited", found, meaning, "unset OMP_NUM_THREADS, or torch.set_num_threads(n)")
+        return Row("threads", "limited", found, meaning, f"unset {' and '.join(limits)}")
     if used > chip.usable_cores:
         meaning = f"More threads than the {chip.usable_cores} usable cores slow each other down."
         return Row("threads", "limited", found, meaning, f"set OMP_NUM_THREADS={chip.usable_cores}")
@@ -214,7 +224,7 @@ def widgets() -> Row:
     reason = problem("ipywidgets")
     if reason:
         meaning = "Knobs are absent; pictures and replays still work."
-        return Row("widgets", "missing", reason, meaning, "pip install ipywidgets")
+        return Row("widgets", "missing", reason, meaning, _install("ipywidgets", reason))
     version = metadata.version("ipywidgets")
     found = f"ipywidgets {version}"
     if int(version.split(".")[0]) < 8:
@@ -226,7 +236,7 @@ def charts() -> Row:
     """The package behind interactive charts."""
     reason = problem("plotly")
     if reason:
-        return Row("charts", "limited", reason, "Charts are static pictures.", "pip install plotly")
+        return Row("charts", "limited", reason, "Charts are static pictures.", _install("plotly", reason))
     return Row("charts", "ok", f"plotly {metadata.version('plotly')}", "Charts can be hovered and zoomed.")
 
 
@@ -238,8 +248,13 @@ def lab() -> Row:
         if "ipykernel" in sys.modules:
             return Row("JupyterLab", "ok", "not installed, and not needed", "This runs in a notebook already.")
         meaning = "`minillm lab` cannot open; other notebook programs can open the lessons."
-        return Row("JupyterLab", "missing", "not installed", meaning, "pip install 'minillm-lessons[lab]'")
+        return Row("JupyterLab", "missing", "not installed", meaning, 'pip install "minillm-lessons[lab]"')
     return Row("JupyterLab", "ok", metadata.version("jupyterlab"), "`minillm lab` opens the first lesson.")
+
+
+def _install(package: str, reason: str) -> str:
+    """The command that installs a package. pip leaves one that is there, though broken, as it is."""
+    return f"pip install {'' if reason == 'not installed' else '--force-reinstall '}{package}"
 
 
 def _tried(question: str) -> Answer:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minillm.doctor import LOW_MEMORY_BYTES
 from minillm.errors import ConfigError
-from minillm.hardware import gpu, memory
+from minillm.hardware import gpu, half_dtype, memory, unusable_reason
 from minillm.ops.linear import PackedWeight, can_pack
 
 CPU_COPY_BYTES = 256 * 2**20
@@ -53,7 +53,7 @@ class MachineLimit:
 def measure(repeats: int = 7) -> list[MachineLimit]:
     """Memory bandwidth and matrix-product rate of the CPU and, if there is one, the GPU. Takes a few seconds.
 
-    A GPU with less than `LOW_MEMORY_BYTES` free is left out; the check `device` reports it.
+    A GPU that cannot be used, or has less than `LOW_MEMORY_BYTES` free, is left out; the check `device` reports it.
 
     Raises `ConfigError` for fewer than 5 repeats, too few for a median.
     """
@@ -61,9 +61,8 @@ def measure(repeats: int = 7) -> list[MachineLimit]:
         raise ConfigError(f"repeats={repeats} is too few for a median; use at least 5")
     found = [memory_bandwidth("cpu", repeats), matmul_rate("cpu", torch.float32, repeats)]
     device = gpu()
-    if device is not None and device.free >= LOW_MEMORY_BYTES:
-        half = torch.bfloat16 if device.capability >= (8, 0) else torch.float16
-        found += [memory_bandwidth("cuda", repeats), matmul_rate("cuda", half, repeats)]
+    if device is not None and device.free >= LOW_MEMORY_BYTES and not unusable_reason("cuda"):
+        found += [memory_bandwidth("cuda", repeats), matmul_rate("cuda", half_dtype(), repeats)]
     return found
 
 

@@ -19,6 +19,7 @@ from minillm.config import CacheConfig, EngineArgs
 from minillm.engine.compatibility import (
     check_drafters,
     check_layout_options,
+    check_num_drafts,
     check_reading,
     check_rollback,
     check_speculation,
@@ -29,17 +30,17 @@ from minillm.engine.engine import Engine
 from minillm.engine.placement import Placement, choose_device, choose_dtype
 from minillm.engine.runner_plans import RunnerPlans, memory_for
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import ConfigError, TokenizerMismatchError
+from minillm.errors import ConfigError
 from minillm.models.calibration import CalibrationTexts
-from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.hub import resolve
 from minillm.models.loading import cast_model, load_config
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.adaptive_drafts import AdaptiveDrafts
 from minillm.speculative.config import SpeculativeConfig
+from minillm.speculative.draft_model import draft_folder
 from minillm.speculative.draft_policy import DraftPolicy, FixedDrafts
-from minillm.speculative.drafter import DraftContext, Drafter
+from minillm.speculative.drafter import DraftContext, Drafter, TargetInfo
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts
 from minillm.speculative.loss_limit import LossLimit
@@ -82,9 +83,12 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     max_model_len = args.check_against_context(model_config.max_position_embeddings)
     check_layout_options(args, layout, cache)
     args = _with_defaults(args, layout, max_model_len)
-    check_drafters(args, speculative)
+    dtype = choose_dtype(args.dtype, device, model_config)
+    layout.bytes_per_block(model_config, args.block_size, dtype, **cache.options)  # checks the layout's own options
     tokenizer = Tokenizer.from_folder(folder)
-    placement = Placement(choose_dtype(args.dtype, device, model_config), device, not args.enforce_eager)
+    info = TargetInfo(args.model, model_config, tokenizer, args.block_size, max_model_len)
+    check_drafters(info, speculative)
+    placement = Placement(dtype, device, not args.enforce_eager)
     with _started_ranks(args, cache, layout, folder, placement) as ranks:
         target_model = placement.load(folder, args.quantization) if ranks is None else ranks.load()
 
@@ -92,21 +96,20 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
         target = plans.new_runner(target_model) if ranks is None else plans.add(ranks.new_runner(target_model))
         drafter = None
         if speculative is not None:
-            load_draft = partial(_load_draft, tokenizer, target_model.config, placement, max_model_len)
             context = DraftContext(
                 options=speculative.options,
                 target=target,
                 target_name=args.model,
                 tokenizer=tokenizer,
                 max_num_batched_tokens=args.max_num_batched_tokens,
-                load_model=load_draft,
+                load_model=partial(_load_draft, info, placement),
                 new_runner=plans.new_runner,
                 share_cache=partial(plans.share_cache, target),
             )
             drafter = _build_drafter(speculative, context)
         num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, target.device)
         if ranks is not None:
-            with memory_for(num_blocks, num_blocks * plans.bytes_per_block):
+            with memory_for(num_blocks, num_blocks * plans.bytes_per_block, target.device):
                 num_blocks = ranks.connect(num_blocks)
         plans.allocate(num_blocks)
         check_reading(drafter, target.cache, cache)
@@ -166,12 +169,7 @@ def _build_drafter(speculative: SpeculativeConfig, context: DraftContext) -> Dra
     """The drafter of the method, and behind it that of its fallback. Raises `ConfigError` if it cannot propose as many
     drafts per round as it shall."""
     drafter = speculative.drafter_cls.build(replace(context, options=speculative.options))
-    wanted, most = speculative.num_speculative_tokens, drafter.max_drafts
-    if wanted is not None and most is not None and wanted > most:
-        raise ConfigError(
-            f"num_speculative_tokens={wanted} is more than this {type(drafter).__name__} can propose per round, {most}"
-            "; lower it"
-        )
+    check_num_drafts(speculative, drafter.max_drafts)
     if (fallback := speculative.fallback) is None:
         return drafter
     second = _build_drafter(fallback, context)
@@ -206,43 +204,19 @@ def _started_ranks(
         raise
 
 
-def _load_draft(
-    tokenizer: Tokenizer,
-    target: ModelConfig,
-    placement: Placement,
-    max_model_len: int,
-    name: str,
-    quantization: str | None,
-) -> Decoder:
+def _load_draft(target: TargetInfo, placement: Placement, name: str, quantization: str | None) -> Decoder:
     """See `DraftContext.load_model`."""
-    folder = resolve(name)
-    if not tokenizer.same_vocabulary(Tokenizer.from_folder(folder)):
-        raise TokenizerMismatchError(
-            f"the draft model {name!r} has another tokenizer than the target, so its token ids mean other text; use a "
-            "draft model with the target's tokenizer"
-        )
-    draft = placement.load(folder, quantization)
-    if draft.config.vocab_size != target.vocab_size:
-        raise TokenizerMismatchError(
-            f"the draft model {name!r} has {draft.config.vocab_size} logits, the target {target.vocab_size}; use a "
-            "draft model with the target's vocabulary"
-        )
-    if draft.config.max_position_embeddings < max_model_len:
-        raise ConfigError(
-            f"the draft model {name!r} has a context of {draft.config.max_position_embeddings} tokens, less than "
-            f"max_model_len={max_model_len}; lower max_model_len"
-        )
-    return draft
+    return placement.load(draft_folder(name, target), quantization)
 
 
 def _num_blocks(args: EngineArgs, bytes_per_block: int, max_model_len: int, device: torch.device) -> int:
     """`num_kv_blocks` if given; else what the memory budget allows, at most what all requests at full length need."""
     if args.num_kv_blocks is not None:
         return args.num_kv_blocks
-    budget = args.kv_cache_memory_bytes
+    budget, option = args.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     if budget is None and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - args.gpu_memory_utilization) * total)
+        free, total = hardware.gpu_memory(device)
+        budget, option = int(free - (1 - args.gpu_memory_utilization) * total), "gpu_memory_utilization"
     elif budget is None:
         budget = min(CPU_CACHE_BYTES, hardware.memory().free // 8)
     most = args.max_num_seqs * -(-max_model_len // args.block_size)
@@ -250,7 +224,7 @@ def _num_blocks(args: EngineArgs, bytes_per_block: int, max_model_len: int, devi
     if num_blocks < 1:
         smaller = "max_model_len" if args.block_size == max_model_len else "block_size"
         raise ConfigError(
-            f"a cache of {max(budget, 0)} bytes holds no block of {bytes_per_block} bytes; raise kv_cache_memory_bytes "
-            f"or lower {smaller}"
+            f"a cache of {max(budget, 0)} bytes holds no block of {bytes_per_block} bytes; raise {option} or lower "
+            f"{smaller}"
         )
     return num_blocks

@@ -7,10 +7,10 @@ from typing import Any
 
 from minillm.cache.base import KVCache
 from minillm.config import CacheConfig, EngineArgs
-from minillm.errors import UnsupportedError
+from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.speculative.config import SpeculativeConfig
-from minillm.speculative.drafter import Drafter
+from minillm.speculative.drafter import Drafter, TargetInfo
 
 
 def check_layout_options(args: EngineArgs, layout: type[KVCache], cache: CacheConfig) -> None:
@@ -25,17 +25,22 @@ def check_layout_options(args: EngineArgs, layout: type[KVCache], cache: CacheCo
             f"enable_prefix_caching=True is not supported by cache layout {cache.name!r}, whose rows belong to one "
             "request; leave it out, or use layout 'paged'"
         )
+    _check_ops(layout, args.ops or {}, cache)
 
 
-def replace_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheConfig) -> None:
-    """Replace ops that the cache calls. Raises `UnsupportedError` for an op that it does not call."""
-    for name, function in ops.items():
+def _check_ops(made: KVCache | type[KVCache], ops: Mapping[str, Callable[..., Any]], cache: CacheConfig) -> None:
+    for name in ops:
         if name not in made.ops:
             raise UnsupportedError(
                 f"ops={{{name!r}: …}} is not called by cache layout {cache.name!r}; it can replace: "
                 f"{', '.join(made.ops) or 'nothing'}"
             )
-        made.ops = {**made.ops, name: function}
+
+
+def replace_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheConfig) -> None:
+    """Replace ops that the cache calls. Raises `UnsupportedError` for an op that it does not call."""
+    _check_ops(made, ops, cache)
+    made.ops = {**made.ops, **ops}
 
 
 def check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
@@ -65,12 +70,22 @@ def check_speculation(layout: type[KVCache], cache: CacheConfig, speculative: Sp
         )
 
 
-def check_drafters(args: EngineArgs, speculative: SpeculativeConfig | None) -> None:
-    """Let the options of the method and of its fallback check the engine's. Raises subclasses of `ValueError`."""
+def check_drafters(target: TargetInfo, speculative: SpeculativeConfig | None) -> None:
+    """Let the options of the method and of its fallback check the target. Raises subclasses of `ValueError`."""
     while speculative is not None:
-        if hasattr(speculative.options, "check_engine"):
-            speculative.options.check_engine(args.model, args.block_size)
+        if hasattr(speculative.options, "check_target"):
+            check_num_drafts(speculative, speculative.options.check_target(target))
         speculative = speculative.fallback
+
+
+def check_num_drafts(speculative: SpeculativeConfig, most: int | None) -> None:
+    """Raise `ConfigError` if a method cannot propose as many drafts per round as it shall. `most`: what it can."""
+    wanted = speculative.num_speculative_tokens
+    if wanted is not None and most is not None and wanted > most:
+        raise ConfigError(
+            f"num_speculative_tokens={wanted} is more than this {speculative.drafter_cls.__name__} can propose per "
+            f"round, {most}; lower it"
+        )
 
 
 def check_windows(model: ModelConfig, speculative: SpeculativeConfig | None) -> None:

@@ -38,6 +38,7 @@ from minillm.trace import (
     TokenOrigin,
     TokensCommitted,
     Work,
+    token_origins,
 )
 
 
@@ -380,11 +381,8 @@ def _tell_duration(policy: DraftPolicy, scheduled: Sequence[Scheduled], seconds:
 
 
 def _origins(num_committed: int, draft: Draft, verdict: Verdict) -> list[TokenOrigin]:
-    """Where each committed token came from; a stop may have cut off the last ones."""
-    last: TokenOrigin = "sampled"
-    if draft.token_ids:
-        end = verdict.path[-1] if verdict.path else -1
-        parents = draft.parents
-        is_leaf = verdict.num_accepted == len(draft.token_ids) if parents is None else end not in parents
-        last = "bonus" if is_leaf else "recovered"
-    return [*["accepted"] * verdict.num_accepted, last][:num_committed]
+    """See `token_origins`."""
+    num_drafts, parents = len(draft.token_ids), draft.parents
+    end = verdict.path[-1] if verdict.path else -1
+    ends_at_leaf = verdict.num_accepted == num_drafts if parents is None else end not in parents
+    return token_origins(num_committed, num_drafts, verdict.num_accepted, ends_at_leaf)

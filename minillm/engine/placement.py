@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from minillm import hardware
 from minillm.config import DTYPES
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
@@ -42,17 +44,24 @@ class Placement:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU if there is one. Raises `ConfigError` for a device that cannot be used."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.ones(1, device=device).item()  # fails on a device without memory, such as `meta`
-    except Exception as problem:  # each kind of device raises its own errors
-        [reason, *_] = [*str(problem).splitlines(), type(problem).__name__]
-        reason = reason if len(reason) < 200 else f"{reason[:200]}…"
-        raise ConfigError(f"device={name!r} cannot be used here ({reason}); use 'auto' or 'cpu'") from None
-    return device
+    """`auto` is a GPU if there is one, and the CPU, with a warning, if it cannot be used.
+
+    Raises `ConfigError` for a device that is named and cannot be used.
+    """
+    if name != "auto":
+        if (reason := hardware.unusable_reason(name)) is not None:
+            raise ConfigError(f"device={name!r} cannot be used here ({reason}); use 'cpu'")
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if (reason := hardware.unusable_reason("cuda")) is None:
+        return torch.device("cuda")
+    warnings.warn(
+        f"the model runs on the CPU, because the GPU cannot be used ({reason}); say device='cpu' to choose it without "
+        "this warning",
+        stacklevel=2,
+    )
+    return torch.device("cpu")
 
 
 def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
@@ -64,5 +73,4 @@ def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.
     if device.type == "cpu":
         return torch.float32
     stored = getattr(torch, config.dtype)
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return torch.float16 if stored == torch.bfloat16 and old else stored
+    return hardware.half_dtype(device) if stored == torch.bfloat16 and device.type == "cuda" else stored

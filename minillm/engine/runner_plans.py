@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from minillm import hardware
 from minillm.cache.base import KVCache
 from minillm.config import CacheConfig
 from minillm.engine.placement import Placement
@@ -73,15 +76,15 @@ class RunnerPlans:
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the caches, then the views of them. Raises `ConfigError` if the system does not give the memory."""
-        place = self.placement
-        needed = num_blocks * self.bytes_per_block
-        for runner, (layout, options) in zip(self.runners, self._layouts, strict=True):
-            with memory_for(num_blocks, needed):
-                runner.cache = layout(
-                    runner.model.config, num_blocks, self.block_size, place.dtype, place.device, **options
-                )
+        dtype = self.placement.dtype
+        with memory_for(num_blocks, num_blocks * self.bytes_per_block, self.runners[0].device):
+            for runner, (layout, options) in zip(self.runners, self._layouts, strict=True):
+                # A tensor-parallel rank has a GPU of its own, whatever `Placement.device` says.
+                config, device = runner.model.config, runner.device
+                runner.cache = layout(config, num_blocks, self.block_size, dtype, device, **options)
+        for runner in self.runners:
             if runner.cache.stored_rows() is None:  # no executor reads this cache, so PyTorch runs the model
-                cast_model(runner.model, place.dtype)
+                cast_model(runner.model, dtype)
             runner.cache.prepare(runner.model, self.texts)
         for runner, owner in self._sharing:
             runner.cache = owner.cache.draft_view()
@@ -104,13 +107,18 @@ class RunnerPlans:
 
 
 @contextmanager
-def memory_for(num_blocks: int, needed: int) -> Iterator[None]:
-    """Allocate caches of `needed` bytes in this process, or as many in each rank of a tensor-parallel engine. Raises
+def memory_for(num_blocks: int, needed: int, device: torch.device) -> Iterator[None]:
+    """Allocate caches of `needed` bytes on `device`, or as many in each rank of a tensor-parallel engine. Raises
     `ConfigError` if the system does not give them: a limit of a process is not in the free memory."""
-    no_memory = ConfigError(
-        f"{num_blocks} cache blocks need {needed / 2**20:,.0f} MiB, which the system does not give this process; "
-        "lower num_kv_blocks or max_model_len, or raise the limit (ulimit -v)"
-    )
+    need = f"{num_blocks} cache blocks need {needed / 2**20:,.0f} MiB"
+    fix = "lower num_kv_blocks or max_model_len"
+    if device.type == "cuda":
+        free, _ = hardware.gpu_memory(device)
+        no_memory = ConfigError(f"{need}, and {device} has {free / 2**20:,.0f} MiB free; {fix}")
+    else:
+        no_memory = ConfigError(
+            f"{need}, which the system does not give this process; {fix}, or raise the limit (ulimit -v)"
+        )
     if needed >= 2**63:  # more than PyTorch can count
         raise no_memory
     try:

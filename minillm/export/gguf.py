@@ -7,10 +7,9 @@ head. And RoPE scaling has its own keys; Llama 3.1's is a tensor of factors. Eve
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite
 from pathlib import Path
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
+from minillm.extras import need
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.hub import resolve
 from minillm.models.loading import load_config, load_model, stored_scheme, stored_tensors
@@ -48,6 +48,9 @@ class GgufExport:
     """llama.cpp's name of the architecture: `llama`, `qwen2` or `qwen3`."""
     tokenizer: GgufTokenizer | None
     """None: the file has no tokenizer, so llama.cpp accepts only token ids."""
+    end_tokens: tuple[int, ...]
+    """The ids that end a text in minillm. A GGUF file names only the first; llama.cpp recognises some others by their
+    text, such as `<|im_end|>`. Empty without a tokenizer."""
 
 
 def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> GgufExport:
@@ -55,8 +58,8 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
 
     The model is held in memory in fp32 and converted one matrix at a time. Until the file is complete its name ends in
     `.part`. Raises `ConfigError` for an unknown type or a file that exists already, `UnsupportedError` if llama.cpp
-    cannot compute the same, a weight is too large for `kind` or the `gguf` package is missing, `CheckpointError` if the
-    checkpoint cannot be read or holds NaN or infinity.
+    cannot compute the same, the checkpoint names no end-of-text token, a weight is too large for `kind` or the `gguf`
+    package is missing, `CheckpointError` if the checkpoint cannot be read or holds NaN or infinity.
     """
     _check_call(file, kind)
     gguf = import_gguf()
@@ -66,26 +69,26 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
     stored = stored_scheme(folder)
     if stored is not None:
         raise UnsupportedError(f"{name} is quantised ({stored.method}); export the original checkpoint, e.g. as q8_0")
+    tokenizer = _tokenizer(folder, config)
+    end_tokens = () if tokenizer is None else _end_tokens(tokenizer, config)
     part = _new_part(file)
     try:
         _check_new(file)  # another export may have ended while the checkpoint was downloaded
         model = load_model(folder, torch.float32)
         config = model.config
-        tokenizer = _tokenizer(folder, config)
         with closing(gguf.GGUFWriter(part, architecture)) as writer:
             _write_shape(writer, gguf, config, Path(name).absolute().name, kind)  # a hub id's folder is a hash
-            _write_tokenizer(writer, tokenizer, config)
+            _write_tokenizer(writer, tokenizer, config, end_tokens)
             _write_tensors(writer, gguf, partial(gguf_tensors, gguf, model, architecture), kind, progress)
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
-    return GgufExport(file, file.stat().st_size, architecture, tokenizer)
+    return GgufExport(file, file.stat().st_size, architecture, tokenizer, end_tokens)
 
 
 def import_gguf() -> Any:
     """Import the `gguf` package. Raises `UnsupportedError` if it is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedError("writing GGUF needs the package gguf; run: pip install 'minillm-lessons[peers]'")
+    need("peers", "gguf")
     import gguf
 
     return gguf
@@ -98,11 +101,7 @@ def architecture_of(config: ModelConfig) -> str:
         raise UnsupportedError(f"a sliding window of {window} tokens cannot be exported: llama.cpp's llama has none")
     if config.rope_layers:
         raise UnsupportedError("layers without RoPE cannot be exported: llama.cpp's llama rotates in every layer")
-    further = set(config.rope.parameters) - {"factor", "original_max_position_embeddings"}
-    if config.rope.kind == "yarn" and further:
-        raise UnsupportedError(
-            f"YaRN with a custom {', '.join(sorted(further))} cannot be exported, only with default values"
-        )
+    _check_yarn(config)
     if config.decoder is not None:
         raise UnsupportedError(f"{config.decoder.__name__} cannot be exported: llama.cpp has no such architecture here")
     biased = config.qkv_bias or config.o_bias or config.mlp_bias
@@ -112,6 +111,18 @@ def architecture_of(config: ModelConfig) -> str:
     if config.rope.kind == "llama3" and architecture != "llama":
         raise UnsupportedError(f"RoPE scaling 'llama3' cannot be exported: llama.cpp's {architecture} does not read it")
     return architecture
+
+
+def _check_yarn(config: ModelConfig) -> None:
+    """Raise `UnsupportedError` for YaRN with numbers that a GGUF file does not state and llama.cpp sets otherwise."""
+    if config.rope.kind != "yarn":
+        return
+    stated = {name: config.rope.parameter(name) for name in ("factor", "original_max_position_embeddings")}
+    own, own_factor = inverse_frequencies(config.rope, config.head_dim)
+    theirs, their_factor = inverse_frequencies(replace(config.rope, parameters=stated), config.head_dim)
+    if not torch.equal(own, theirs) or own_factor != their_factor:
+        custom = sorted(config.rope.parameters.keys() - stated.keys())
+        raise UnsupportedError(f"YaRN with a custom {', '.join(custom)} cannot be exported, only with default values")
 
 
 def interleave(rows: Tensor, num_heads: int) -> Tensor:
@@ -194,7 +205,20 @@ def _write_shape(writer: Any, gguf: Any, config: ModelConfig, name: str, kind: s
         writer.add_rope_scaling_orig_ctx_len(int(config.rope.parameter("original_max_position_embeddings")))
 
 
-def _write_tokenizer(writer: Any, tokenizer: GgufTokenizer | None, config: ModelConfig) -> None:
+def _end_tokens(tokenizer: GgufTokenizer, config: ModelConfig) -> tuple[int, ...]:
+    """See `GgufExport.end_tokens`. Raises `UnsupportedError` if there are none: llama.cpp would then take token 11."""
+    named = (*config.eos_token_ids, tokenizer.eos)
+    if not (found := tuple(dict.fromkeys(token for token in named if token is not None))):
+        raise UnsupportedError(
+            "the checkpoint names no end-of-text token, and llama.cpp would then end at token 11; name one as "
+            "eos_token in tokenizer_config.json"
+        )
+    return found
+
+
+def _write_tokenizer(
+    writer: Any, tokenizer: GgufTokenizer | None, config: ModelConfig, end_tokens: tuple[int, ...]
+) -> None:
     if tokenizer is None:
         writer.add_tokenizer_model("none")
         return
@@ -207,8 +231,9 @@ def _write_tokenizer(writer: Any, tokenizer: GgufTokenizer | None, config: Model
     bos = config.bos_token_id if tokenizer.bos is None else tokenizer.bos
     if bos is not None:
         writer.add_bos_token_id(bos)
-    if config.eos_token_ids:
-        writer.add_eos_token_id(config.eos_token_ids[0])
+    writer.add_eos_token_id(end_tokens[0])
+    if tokenizer.chat_templates:
+        writer.add_chat_template([{"name": n, "template": text} for n, text in tokenizer.chat_templates.items()])
 
 
 def _write_tensors(

@@ -50,12 +50,17 @@ class GgufTokenizer:
     """Share of the held-out texts that get the same tokens with `pre` and `bos` as with the original tokenizer."""
     bos: int | None
     """The token that the tokenizer puts before a text; None: none."""
+    eos: int | None
+    """The token that ends a text, as the tokenizer names it; None: none of the model's ids."""
+    chat_templates: dict[str, str]
+    """Name → Jinja template; the usual one is `default`. Empty: llama.cpp's server would use ChatML."""
 
 
 def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GgufTokenizer | None:
     """Convert `tokenizer` for a model with `vocab_size` ids; None if it is not a byte-level BPE.
 
-    Ids without a token get a placeholder that cannot occur in a text.
+    Ids without a token get a placeholder that cannot occur in a text. Raises `CheckpointError` if transformers, which
+    finds the chat template, cannot read the tokenizer.
     """
     backend = tokenizer.backend
     model: dict[str, Any] = json.loads(backend.to_str())["model"]
@@ -80,7 +85,10 @@ def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GgufTokenizer | Non
         else:
             types.append(NORMAL)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return GgufTokenizer(tokens, types, merges, pre, agreement, bos)
+    eos = tokenizer.eos_id if tokenizer.eos_id is not None and tokenizer.eos_id < vocab_size else None
+    template = tokenizer.hf().chat_template
+    templates = template if isinstance(template, dict) else {"default": template} if template else {}
+    return GgufTokenizer(tokens, types, merges, pre, agreement, bos, eos, templates)
 
 
 def fitting_split(backend: tokenizers.Tokenizer) -> tuple[str, float]:

@@ -13,11 +13,9 @@ from minillm.models.hub import resolve
 from minillm.models.loading import load_model, stored_scheme
 from minillm.models.quantize import linear_bytes, num_weights, quantize_model
 from minillm.models.quantized_checkpoint import check_new_folder, save_quantized
-from minillm.models.shards import Shards
+from minillm.models.shards import DTYPES, Shards
 from minillm.quantization.base import Scheme
 from minillm.tokenizer import Tokenizer
-
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
@@ -66,4 +64,4 @@ def stored_bytes(folder: Path) -> dict[str, int]:
     """Bytes of each tensor of a full-precision checkpoint, from the headers of its files."""
     shards = Shards(folder)
     headers = {name: shards.header(name) for name in shards.names}
-    return {name: torch.Size(shape).numel() * BYTES[dtype] for name, (dtype, shape) in headers.items()}
+    return {name: torch.Size(shape).numel() * DTYPES[dtype].itemsize for name, (dtype, shape) in headers.items()}

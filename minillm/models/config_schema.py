@@ -25,7 +25,8 @@ TopK = Annotated[int, Meta(ge=-1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-Penalty = Annotated[float, Meta(ge=0.001, le=1000)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.001, le=1000)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NewTokens = Annotated[int, Meta(ge=1)]
 Dtype = Annotated[
     Literal["float32", "float16", "bfloat16", "float64"] | None,
@@ -102,12 +103,17 @@ class GenerationConfig(Struct):
     top_k: Annotated[TopK | None, Meta(description="an integer from -1, or null")] = None
     top_p: Annotated[TopP | None, Meta(description="a number above 0 and up to 1, or null")] = None
     min_p: Annotated[MinP | None, Meta(description="a number from 0 to 1, or null")] = None
-    repetition_penalty: Annotated[Penalty | None, Meta(description="a number from 0.001 to 1000, or null")] = None
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None, Meta(description="a number from 0.001 to 1000, or null")
+    ] = None
+    presence_penalty: Annotated[Penalty | None, Meta(description="a number from -2 to 2, or null")] = None
+    frequency_penalty: Annotated[Penalty | None, Meta(description="a number from -2 to 2, or null")] = None
     max_new_tokens: Annotated[NewTokens | None, Meta(description="an integer from 1, or null")] = None
 
     def sampling_defaults(self) -> dict[str, float]:
         """The fields of `SamplingParams` that the checkpoint gives a value; those that vLLM reads."""
-        found = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+        penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
+        found = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", *penalties)}
         found["max_tokens"] = self.max_new_tokens
         return {name: value for name, value in found.items() if value is not None}
 
@@ -143,6 +149,7 @@ SWITCHES: Mapping[str, tuple[Any, ...]] = {
     "q_lora_rank": (),
     "kv_lora_rank": (),
     "v_head_dim": (),
+    "per_layer_config": ({},),
 }
 """Features of other decoders, by field, and the values that switch them off. Null switches all but `is_causal` off."""
 

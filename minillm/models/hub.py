@@ -13,8 +13,9 @@ from minillm.models import bundled
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
-UNWANTED = ["*/*", "consolidated*"]
-"""Sub-folders hold other formats; Mistral's `consolidated` files duplicate the weights."""
+UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.tiktoken", "consolidated*"]
+"""Sub-folders hold other formats, and further chat templates (`*.jinja`), which are wanted; Mistral's `consolidated`
+files duplicate the weights."""
 NOT_STORED = {errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors of a disk that is full or must not be written to. Windows has no quota error."""
 OS_ERROR = re.compile(r"\(os error (\d+)\)")

@@ -42,7 +42,9 @@ RECOMPUTED = "rotary_emb.inv_freq"
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read `config.json`, and from `generation_config.json` further end-of-text tokens and defaults for sampling.
+    """Read `config.json`, and from `generation_config.json` the end-of-text tokens and defaults for sampling.
+
+    As in vLLM, the end-of-text tokens of `config.json` count only without `generation_config.json`.
 
     Raises `CheckpointError` if `config.json` is missing or describes a model that minillm cannot run.
     """
@@ -58,14 +60,10 @@ def load_config(folder: Path) -> ModelConfig:
         return config
     try:
         generation = validated(read_json(generation_config), GenerationConfig)
-        further = end_tokens(generation.eos_token_id, config.vocab_size)
+        eos_token_ids = end_tokens(generation.eos_token_id, config.vocab_size)
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}, generation_config.json: {problem}") from None
-    return replace(
-        config,
-        eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *further))),
-        sampling_defaults=generation.sampling_defaults(),
-    )
+    return replace(config, eos_token_ids=eos_token_ids, sampling_defaults=generation.sampling_defaults())
 
 
 def stored_scheme(folder: Path) -> Scheme | None:

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,24 +24,16 @@ from minillm.errors import CheckpointError, ConfigError
 from minillm.json_files import short_repr
 from minillm.models.decoder import Decoder
 from minillm.models.quantize import decoder_linears
-from minillm.models.shards import SINGLE, Shards
+from minillm.models.shards import DTYPES, SINGLE, Shards
 from minillm.models.staging import Staging
 from minillm.models.tensor_names import Part, decoder_shards
 from minillm.quantization.base import QuantizedLinear, Scheme, TensorSpec
 from minillm.quantization.schemes import make_scheme
 
 FORMAT, VERSION = "minillm", 1
-STORED_DTYPES = {
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.float16: "F16",
-    torch.float32: "F32",
-}
-"""The safetensors names of the dtypes that schemes use."""
+STORED_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 BESIDE_WEIGHTS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "vocab.*")
-MORE_BESIDE_WEIGHTS = ("merges.txt", "*.jinja", "*.tiktoken", "training.json")
+MORE_BESIDE_WEIGHTS = ("merges.txt", "*.jinja", "additional_chat_templates/*.jinja", "*.tiktoken", "training.json")
 """The other files of a checkpoint, which are copied into a quantised one."""
 
 
@@ -153,7 +144,9 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
         (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for pattern in BESIDE_WEIGHTS + MORE_BESIDE_WEIGHTS:
             for file in filter(Path.is_file, source.glob(pattern)):
-                shutil.copyfile(file, fresh / file.name)
+                copy = fresh / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         if fills:
             _fill(folder, fresh)
         else:
@@ -178,7 +171,10 @@ def _fill(folder: Path, fresh: Path) -> None:
             file.rename(folder / file.name)
     except BaseException:
         for file in files:
-            (folder / file.name).unlink(missing_ok=True)
+            if (moved := folder / file.name).is_dir():
+                shutil.rmtree(moved)
+            else:
+                moved.unlink(missing_ok=True)
         raise
 
 

@@ -168,10 +168,7 @@ def _mask(batch: Batch, members: list[int], window: int | None, heads_per_kv: in
     hidden = key > position  # [count, longest, keys]
     if window is not None:
         hidden |= key <= position - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-    if is_prefill:
-        return mask[0]
-    return mask.unsqueeze(1) if longest == 1 else mask.repeat(1, heads_per_kv, 1).unsqueeze(1)
+    return additive_mask(hidden, 1, dtype)[0, 0] if is_prefill else additive_mask(hidden, heads_per_kv, dtype)
 
 
 def _gather(source: Tensor | Rows, slots: Tensor | slice) -> Tensor:
@@ -190,8 +187,30 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
         causal = group.mask is None
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=group.mask, is_causal=causal, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
-    # All query heads that share a KV head, for all queries of a request, are rows of one product (GQA packing).
-    packed = q.view(group.count, group.longest, num_kv, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=group.mask)
-    out = out.unflatten(2, (-1, group.longest)).permute(0, 3, 1, 2, 4)
-    return out.reshape(group.count * group.longest, -1, dim)
+    out = F.scaled_dot_product_attention(pack_queries(q, group.count, num_kv), k, v, attn_mask=group.mask)
+    return unpack_outputs(out, group.longest)
+
+
+def additive_mask(hidden: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
+    """The mask to add to the scores of packed queries: -inf where `hidden` is True, else 0.
+
+    `hidden`: `[count, queries, rows]`. Returns `[count, 1, heads_per_kv · queries, rows]`. For a single query the third
+    dimension is 1.
+    """
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    return (mask if 1 in (mask.shape[1], heads_per_kv) else mask.repeat(1, heads_per_kv, 1)).unsqueeze(1)
+
+
+def pack_queries(q: Tensor, count: int, num_kv: int) -> Tensor:
+    """Stack all queries of all heads that share a KV head, so that one matrix product computes their scores
+    (GQA packing).
+
+    `[count · queries, num_heads, head_dim]` → `[count, num_kv_heads, heads per KV head · queries, head_dim]`.
+    """
+    return q.view(count, -1, num_kv, q.shape[1] // num_kv, q.shape[2]).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unpack_outputs(out: Tensor, num_queries: int) -> Tensor:
+    """The inverse of `pack_queries`, for `num_queries` queries per request."""
+    heads = out.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
+    return heads.flatten(2, 3).flatten(0, 1)

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from minillm.ops.kv_quant import unpack_int4
 
-LARGEST = 127
+MAX_CODE = 127
+"""The largest code of 8 bits. -128 is unused, so that the codes are symmetric."""
 
 
 def int8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -19,11 +20,15 @@ def int8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None 
     return F.linear(x, (qweight * scales[:, None]).to(x.dtype), bias)
 
 
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each row of `x` (`[rows, in]`) with its own scale max|x| / 127: codes int8, scales `[rows]` fp32."""
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise each row of `x` (`[rows, columns]`) to INT8 with its own scale max|x| / 127: codes `[rows, columns]` and
+    scales `[rows]`, fp32.
+
+    |codes · scales - x| ≤ scales / 2. A row of zeros gets the smallest normal number as its scale.
+    """
     x = x.float()
-    scales = (x.abs().amax(dim=1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    return (x / scales[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8), scales
+    scales = (x.abs().amax(dim=1) / MAX_CODE).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x / scales[:, None]).round().clamp(-MAX_CODE, MAX_CODE).to(torch.int8), scales
 
 
 def w8a8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,7 +36,7 @@ def w8a8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None 
 
     The sum of products is exact, because it is computed in fp64.
     """
-    codes, x_scales = quantize_tokens(x)
+    codes, x_scales = quantize_rows(x)
     y = (codes.double() @ qweight.double().T).float() * x_scales[:, None] * scales
     return (y if bias is None else y + bias).to(x.dtype)
 

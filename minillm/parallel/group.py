@@ -45,6 +45,12 @@ class Traffic:
         self.seconds = 0.0
 
 
+def local_store(size: int, port: int | None = None) -> dist.TCPStore:
+    """The store through which `size` ranks of this machine find each other: a new one, or that at `port`."""
+    # PyTorch for Windows is built without libuv, and asks for it unless told otherwise.
+    return dist.TCPStore("127.0.0.1", port or 0, size, is_master=port is None, wait_for_workers=False, use_libuv=False)
+
+
 class Group:
     """The ranks of one engine, seen from one of them."""
 

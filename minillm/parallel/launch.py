@@ -24,7 +24,7 @@ from minillm.config import CacheConfig, EngineArgs
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.loading import load_config
 from minillm.parallel.decoder import ParallelDecoder
-from minillm.parallel.group import Group
+from minillm.parallel.group import Group, local_store
 from minillm.parallel.loading import load_part
 from minillm.parallel.messages import Allocate, Connect, Setup
 from minillm.parallel.runner import LeadingRunner
@@ -73,6 +73,8 @@ def check_options(args: EngineArgs, cache: CacheConfig, layout: type[KVCache], d
             raise UnsupportedError(f"{name}={value!r} is not supported with tensor_parallel_size={size}; {fix}")
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device={device.type!r} is not supported with tensor_parallel_size={size}; use 'cpu'")
+    if device.index and not has_launched_ranks(args):  # rank r is given GPU r
+        raise UnsupportedError(f"device={str(device)!r} is not supported with tensor_parallel_size={size}; use 'cuda'")
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
             f"tensor_parallel_size={size} needs as many GPUs, and this machine has {torch.cuda.device_count()}; lower "
@@ -159,7 +161,7 @@ class LeadingRank:
         Raises `EngineDeadError` with a worker's own error if it cannot allocate its cache, or has ended."""
         self.workers.send(Allocate(num_blocks))
         self.workers.wait_until_ready()
-        store = dist.TCPStore("127.0.0.1", 0, self.group.size, is_master=True, wait_for_workers=False)
+        store = local_store(self.group.size)
         self.workers.send(Connect(store.port))
         problems: list[Exception] = []
 

@@ -41,10 +41,6 @@ class ThreadGroup(Group):
         self.traffic.num_all_gathers += 1
         return torch.cat(parts, dim=1)
 
-    def lowest(self, value: int) -> int:
-        """See `Group.lowest`."""
-        return int(min(self._exchange(torch.tensor(value))))
-
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """The tensors of all ranks."""
         self.board[self.rank] = x.clone()

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import IO
 
 import torch
-import torch.distributed as dist
 
 from minillm.cache.layouts import find_layout
 from minillm.config import CacheConfig
 from minillm.errors import EngineDeadError
-from minillm.parallel.group import Group
+from minillm.parallel.group import Group, local_store
 from minillm.parallel.loading import load_part
 from minillm.parallel.messages import Allocate, Connect, CopyBlocks, Failed, Message, Ready, Run, Setup, frame, receive
 from minillm.runtime.runner import ModelRunner
@@ -50,7 +49,7 @@ class Worker:
 
     def connect(self, message: Connect) -> None:
         """Connect to the other ranks."""
-        self.group.connect(dist.TCPStore("127.0.0.1", message.port, self.group.size, is_master=False))
+        self.group.connect(local_store(self.group.size, message.port))
 
     def serve(self, orders: IO[bytes], answer: Callable[[Message], object]) -> None:
         """Do what rank 0 sends until the stream ends. Raises `EngineDeadError` if another rank has ended."""
@@ -68,7 +67,9 @@ class Worker:
 
 def main() -> int:
     """Read `Setup` from standard input, answer on standard output, serve. Returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of the terminal; rank 0 decides
+    # Ctrl-C goes to all processes of a terminal, SIGTERM of a service manager to all of a service: rank 0 decides.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     orders, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print must not get between the answers
     try:

@@ -7,7 +7,7 @@ rotation. RoPE at position p turns the pair by a rotation R(p), and rotations of
 
     q · R(p) M (1, 0)ᵀ  =  (Mᵀ q) · R(p) (1, 0)ᵀ  =  (Mᵀ q) · (cos pθ, sin pθ)
 
-The query is multiplied with all centres once; a token then needs a look-up and its own angles (`scores_before_rope`).
+The query is multiplied with all centres once; a token then needs a look-up and its own angles.
 
 **Binary codes.** b = sign(Uᵀ r) with an orthogonal U and a scale per direction, r ≈ U (s ⊙ b). U is found by turns:
 signs and scales for the rotation, then the best rotation for those (Procrustes), as in iterative quantisation (Gong
@@ -164,14 +164,3 @@ def binary_rotation(points: Tensor, rounds: int, seed: int) -> Tensor:
         left, _, right = torch.linalg.svd(points.transpose(1, 2) @ coded, full_matrices=False)
         rotation = left @ right
     return rotation
-
-
-def scores_before_rope(q: Tensor, pairs: Tensor, angles: Tensor) -> Tensor:
-    """q · R(p) k of each centre and position, multiplying the query with the centre before any rotation.
-
-    `q`: `[d]`, rotated for its own position; `pairs`: centres `[k, d]` before RoPE; `angles`: `[positions, d / 2]`.
-    Returns `[positions, k]`: (Mᵀ q) · (cos, sin), summed over pairs.
-    """
-    (qx, qy), (x, y) = (part.unflatten(-1, (2, -1)).unbind(-2) for part in (q, pairs))
-    along, across = x * qx + y * qy, x * qy - y * qx  # Mᵀ q, `[k, d / 2]`
-    return angles.cos() @ along.T + angles.sin() @ across.T

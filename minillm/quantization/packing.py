@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.ops.kv_quant import pack_int4, unpack_int4
+
 BITS = (2, 3, 4)
 """The supported numbers of bits."""
 
@@ -24,8 +26,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """`codes`: `[..., count]` uint8, each below 2^`bits` → `[..., packed_width(count, bits)]` uint8."""
     count = codes.shape[-1]
     if bits == 4:
-        codes = F.pad(codes, (0, count % 2))
-        return codes[..., ::2] | codes[..., 1::2] << 4
+        return pack_int4(F.pad(codes, (0, count % 2)))
     # Eight codes of b bits are exactly b bytes, and fit into one 64-bit integer.
     eights = F.pad(codes, (0, -count % 8)).unflatten(-1, (-1, 8)).long()
     words = (eights << _offsets(8, bits, codes.device)).sum(-1, keepdim=True)
@@ -36,7 +37,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Return the `count` codes in each row of `packed` (see `pack`): `[..., count]` uint8."""
     if bits == 4:
-        return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :count]
+        return unpack_int4(packed)[..., :count]
     groups = F.pad(packed, (0, -packed.shape[-1] % bits)).unflatten(-1, (-1, bits)).long()
     words = (groups << _offsets(bits, 8, packed.device)).sum(-1, keepdim=True)
     codes = (words >> _offsets(8, bits, packed.device) & (1 << bits) - 1).to(torch.uint8)

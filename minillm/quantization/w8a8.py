@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.ops.quantized_linear import MAX_CODE, quantize_rows
 from minillm.quantization.base import QuantizedLinear
-from minillm.quantization.int8 import MAX_CODE, Int8, quantize_rows
+from minillm.quantization.int8 import Int8
 
 EXACT_COLUMNS = 2**24 // MAX_CODE**2
 """fp32 represents every integer up to 2^24, so a sum of this many products (1040) is exact in fp32, in any order."""
@@ -61,7 +62,7 @@ def int_mm_pays() -> bool:
     """Whether `torch._int_mm` is exact on this processor, and faster than `float_product` on a small product."""
     if not int_mm_is_exact():
         return False
-    x, weight = torch.ones(32, 256, dtype=torch.int8), torch.ones(256, 256, dtype=torch.int8)
+    x, weight = (torch.ones(rows, 256, dtype=torch.int8, device="cpu") for rows in (32, 256))
     integers, floats = (
         min(timeit.repeat(product, number=1, repeat=5))
         for product in (lambda: torch._int_mm(x, weight.T), lambda: float_product(x, weight))
@@ -72,7 +73,7 @@ def int_mm_pays() -> bool:
 @lru_cache(maxsize=1)
 def int_mm_is_exact() -> bool:
     """Whether `torch._int_mm` is exact on this processor, tested on the largest possible products."""
-    largest = torch.full((16, 64), MAX_CODE, dtype=torch.int8)
+    largest = torch.full((16, 64), MAX_CODE, dtype=torch.int8, device="cpu")
     expected = 64 * MAX_CODE**2
     try:
         products = [torch._int_mm(largest[:rows], (sign * largest).T) * sign for rows in (1, 16) for sign in (1, -1)]
@@ -89,6 +90,6 @@ class W8A8(Int8):
 
     def apply(self, layer: QuantizedLinear, x: Tensor) -> Tensor:
         """`[rows, in]` → `[rows, out]`. NaN or infinity in a row makes that row of the result non-finite."""
-        codes, scales = quantize_rows(x.float())
+        codes, scales = quantize_rows(x)
         y = integer_product(codes, layer.get_buffer("qweight")) * scales[:, None] * layer.get_buffer("scales")
         return (y if layer.bias is None else y + layer.bias).to(x.dtype)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from minillm.batch import Segment, logit_rows, tree_masks
 from minillm.cache.base import KVCache, StoredRows
-from minillm.errors import BROKEN_DRAFTS, NonFiniteLogitsError, UnsupportedError
+from minillm.errors import BROKEN_DRAFTS, NonFiniteLogitsError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import amx, step
 from minillm.ops.cpu.attention import NO_TREE
 from minillm.ops.cpu.compiled import showing_progress
 from minillm.ops.cpu.launch import Launcher
-from minillm.ops.cpu.matrix_fields import INPUTS, NONE, OUTPUTS
+from minillm.ops.cpu.matrix_fields import OUTPUTS
 from minillm.ops.cpu.simd import LANES
 from minillm.runtime.packed_decoder import (
     PackedDecoder,
@@ -120,9 +120,10 @@ class CpuExecutor:
         """Floats of scratch memory for each thread."""
 
     def warm_up(self) -> str | None:
-        """Run one step, so that numba compiles it for these kinds of weights and cache or loads it from disk."""
+        """Run a step without tokens, so that numba compiles it for these kinds of weights and cache or loads it from
+        disk. It writes nothing to the cache."""
         with showing_progress():
-            self.launcher.warm_up(lambda: self.run([Segment([0], 0, [0])]))
+            self.launcher.warm_up(lambda: self.run([]))
         return None
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
@@ -142,12 +143,7 @@ class CpuExecutor:
 
     def _last_hidden(self, segments: Sequence[Segment], count: int) -> Tensor:
         """The `count` rows that the unembedding multiplied in the step that has just run, copied from its scratch
-        memory. Raises `UnsupportedError` if the product has changed them."""
-        if self.weights.matrices[-1, INPUTS] != NONE:
-            raise UnsupportedError(
-                "the compiled step scales the inputs of an AWQ unembedding in place, so this drafter cannot read the "
-                "hidden states; use another speculative method, or enforce_eager=True"
-            )
+        memory."""
         size = int(self.dims[step.HIDDEN])
         first = int(step.areas.py_func(self.dims, sum(len(s.token_ids) for s in segments))[1])
         return torch.from_numpy(self.scratch[first : first + count * size].copy()).view(count, size)
@@ -202,7 +198,7 @@ class CpuExecutor:
         logits = np.empty((len(wanted), self.num_outputs), np.float32)
         inputs = step.Inputs(
             np.array(token_ids, np.int64),
-            np.array(requests, np.int64),
+            np.array(requests, np.int64).reshape(-1, 5),  # also if there is none
             np.array(tables, np.int64),
             tree,
             np.array(wanted, np.int64),
@@ -215,7 +211,7 @@ class CpuExecutor:
         )  # fmt: skip
         if ends_early:  # compared by the time of one step
             longest = int((drafted != step.ENDED).sum(axis=1).max())
-            seconds /= min(longest + 1, drafted.shape[1])
+            seconds /= max(1, min(longest + 1, drafted.shape[1]))
         self.launcher.choice.record(kind, threads, seconds)
         return logits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,6 +11,10 @@ import torch
 
 WARM_UPS = 2
 """Runs before a capture. The first compiles kernels and allocates workspaces, which a capture must not do."""
+
+CAPTURING = threading.Lock()
+"""Held during a capture, because PyTorch allows only one at a time in a process: it begins with a wait for the whole
+device, which CUDA refuses while another thread captures, and both captures fail."""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
@@ -26,7 +31,8 @@ class CudaCapture:
     def __call__(self, function: Callable[[], None]) -> Replay:
         """See `Capture`. Warms up on the stream that records, because cuBLAS workspaces belong to a stream.
 
-        Raises `CaptureError`. What other threads do to the device meanwhile does not disturb the recording.
+        Waits while another thread captures. Other threads may launch kernels and allocate memory meanwhile, but must
+        not wait for the whole device (`torch.cuda.synchronize`). Raises `CaptureError`.
         """
         current = torch.cuda.current_stream()
         try:
@@ -37,7 +43,7 @@ class CudaCapture:
             current.wait_stream(self.stream)
             graph = torch.cuda.CUDAGraph()
             recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-            with capture_errors(recording):
+            with CAPTURING, capture_errors(recording):
                 function()
         finally:
             torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -48,6 +47,7 @@ from minillm.cache.base import KVCache
 from minillm.errors import BROKEN_DRAFTS, NonFiniteLogitsError
 from minillm.models.decoder import Decoder
 from minillm.ops.dispatch import implementations
+from minillm.ops.transfer import on_device
 from minillm.ops.triton.machine import FLOATS, power_of_two
 from minillm.ops.triton.tiling import AttentionMetadata, HeadShape, StepSizes, Tiling
 from minillm.runtime.cuda_graphs import Capture, CaptureError, CudaCapture, Replay
@@ -169,14 +169,14 @@ class GpuExecutor:
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`. Does not wait for the device. No later step overwrites the result."""
-        with self._on_device():
+        with on_device(self.device):
             return self.weights.head(self._hidden(segments))
 
     @torch.inference_mode()
     def run_observed(self, segments: Sequence[Segment], rows: Sequence[int]) -> ObservedStep:
         """See `ModelRunner.run_observed`. With `rows`, it runs without a graph, whose queries nobody could read in
         between."""
-        with self._on_device():
+        with on_device(self.device):
             if not rows:
                 hidden, w = self._hidden(segments), self.weights
                 return ObservedStep(w.head(hidden), hidden, hidden.new_empty(len(w.layers), 0, w.num_heads, w.head_dim))
@@ -206,7 +206,7 @@ class GpuExecutor:
 
         Raises `NonFiniteLogitsError` if the logits of a draft token were NaN or infinite.
         """
-        with self._on_device():
+        with on_device(self.device):
             shape = self.shape_of(segments, count - 1)
             if shape is None:
                 inputs = self._send(segments, self._exact(segments, count - 1))
@@ -225,7 +225,7 @@ class GpuExecutor:
     def warm_up(self) -> str | None:
         """Run a step of padding only, so that kernels are compiled now; returns what went wrong, or None."""
         try:
-            with torch.inference_mode(), self._on_device():
+            with torch.inference_mode(), on_device(self.device):
                 inputs = StepInputs.over(self.memory, self._padded(1, 1, 1))
                 inputs.clear()
                 self._run_into(self.hidden[:1], inputs)
@@ -359,7 +359,3 @@ class GpuExecutor:
         batch.set_plan(AttentionMetadata(inputs.draft_query_start, seq_lens))
         batch.set_plan(Tiling.for_sizes(StepSizes(shape.requests, shape.requests, 1), shape.context, self.heads))
         return batch
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Make the model's GPU the current one, on which kernels are launched."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -53,7 +53,7 @@ from minillm.quantization.w8a8 import W8A8
 KINDS = {torch.float16: HALF, torch.bfloat16: BFLOAT}
 CACHE_LINE = 64
 PACKED_ROWS = 64 * LANES
-"""Rows of a matrix that are packed at a time. Beside the result, packing needs memory only for a copy of these rows."""
+"""Rows of a matrix that are packed at a time. Beside the result, packing needs memory only for copies of these rows."""
 
 
 def unsupported_model(model: Decoder) -> str | None:
@@ -242,8 +242,7 @@ class FloatPacking:
 
     def row_packer(self, weight: Tensor) -> Callable[[slice], np.ndarray]:
         """A function that packs some rows of `weight`."""
-        numbers = self._cast(weight)
-        return lambda rows: self._pack(numbers[rows])
+        return lambda rows: self._pack(self._cast(weight[rows]))
 
     def panel_size(self, columns: int) -> int:
         """Numbers in a panel."""
@@ -299,9 +298,16 @@ def smallest_cast(weights: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
     """A function that casts each of these weights to the smallest float type that holds all of them exactly: a 16-bit
     one if the checkpoint was in 16 bits."""
     for dtype in sorted(KINDS, key=lambda kind: kind != weights[0].dtype):  # their own dtype first
-        if all(w.dtype == dtype or torch.equal(w.detach().to(dtype).float(), w.detach().float()) for w in weights):
+        if all(_is_exact(w.detach(), dtype) for w in weights):
             return _cast_to(dtype)
     return lambda w: w.detach().float().numpy()
+
+
+def _is_exact(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` holds all numbers of `weight` exactly."""
+    return weight.dtype == dtype or all(
+        torch.equal(rows.to(dtype).float(), rows.float()) for rows in weight.split(PACKED_ROWS)
+    )
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], np.ndarray]:

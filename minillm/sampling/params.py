@@ -30,7 +30,7 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled: vLLM's fields, defaults and limits.
+    """How one request is sampled: vLLM's fields and defaults, and its limits except for `repetition_penalty`.
 
     The constructor raises `ConfigError` for a value out of range and `UnknownOptionError` for an unknown field. Unlike
     vLLM's, parameters cannot be changed, because a running request holds them: to assign raises `ConfigError`.
@@ -51,7 +51,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the output."""
     repetition_penalty: float = 1.0
-    """For tokens in the prompt or the output: positive logits are divided by this, negative ones multiplied."""
+    """For tokens in the prompt or the output: positive logits are divided by this, negative ones multiplied. From 0.001
+    to 1000, so that no logit becomes infinite; vLLM takes any number above 0."""
     seed: int | None = None
     """None or -1: the engine chooses one."""
     stop: str | Sequence[str] | None = None

@@ -19,7 +19,7 @@ from minillm.serve.disconnects import unless_disconnected
 from minillm.serve.http_errors import ApiError, install_error_handlers
 from minillm.serve.metrics import ServerMetrics
 from minillm.serve.middleware import install_checks
-from minillm.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
+from minillm.serve.requests import ChatRequest, CompletionRequest
 from minillm.serve.responses import ModelCard, ModelList
 from minillm.serve.settings import ServerSettings
 from minillm.version import __version__
@@ -41,13 +41,13 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, template: ChatTemplate
         await asyncio.to_thread(engine.shutdown)
 
     app = FastAPI(title="minillm", version=__version__, lifespan=lifespan)
-    install_error_handlers(app, settings.retry_after_s)
+    install_error_handlers(app)
     install_checks(app, settings)
 
-    def check_model(body: GenerationRequest) -> None:
-        if body.model is not None and body.model not in settings.model_names:
+    def check_model(name: str | None) -> None:
+        if name is not None and name not in settings.model_names:
             names = ", ".join(settings.model_names)
-            message = f"the model {body.model!r} does not exist; this server has {names}"
+            message = f"the model {name!r} does not exist; this server has {names}"
             raise ApiError(message, HTTPStatus.NOT_FOUND, "model")
 
     def card(name: str) -> ModelCard:
@@ -56,14 +56,14 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, template: ChatTemplate
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts, or fill the gap before `suffix`."""
-        check_model(body)
+        check_model(body.model)
         job = await asyncio.to_thread(CompletionJob, engine, settings, body)  # it may tokenise a long text
         return await unless_disconnected(request, job.respond(metrics.observe))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        check_model(body)
+        check_model(body.model)
         job = await asyncio.to_thread(ChatJob, engine, settings, chats, body)  # the first one loads the template
         return await unless_disconnected(request, job.respond(metrics.observe))
 
@@ -73,10 +73,11 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, template: ChatTemplate
         return ModelList(data=[card(name) for name in settings.model_names])
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> ModelCard:
-        """One name of the served model."""
-        if name not in settings.model_names:
-            raise ApiError(f"the model {name!r} does not exist", HTTPStatus.NOT_FOUND, "model")
+    async def model(name: str) -> ModelCard | ModelList:
+        """One name of the served model; all of them for `/v1/models/`."""
+        if not name:
+            return await models()
+        check_model(name)
         return card(name)
 
     @app.get("/health")

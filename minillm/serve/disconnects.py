@@ -10,7 +10,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 CLOSED_REQUEST = 499
-"""The status that logs show for a request whose client went away before the answer; nobody receives it."""
+"""The status, which is nginx's, for a request whose client went away before the answer. Nobody receives it, and uvicorn
+logs no line for it."""
 
 
 async def unless_disconnected(request: Request, work: Coroutine[object, object, Response]) -> Response:

@@ -27,8 +27,11 @@ TYPES = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
 }
+RETRY_AFTER_S = "1"
+"""What a request that is answered 503 is told to wait."""
 UNEXPECTED = "the server failed while it worked on the request; its log says why"
-
+MAX_LISTED, MAX_WHERE = 5, 100
+"""Of what is wrong with a body: so many errors are listed, and so many characters of each field's name."""
 NOT_AN_OBJECT = "the body must be a JSON object, sent with the header 'Content-Type: application/json'"
 
 
@@ -67,11 +70,11 @@ def error_event(problem: Exception) -> str:
     return f"data: {json.dumps(error_body(message, status_of(problem)))}\n\n"
 
 
-def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Make `app` answer every error in OpenAI's shape."""
 
     def respond(message: str, status: HTTPStatus, param: str | None = None) -> JSONResponse:
-        headers = {"Retry-After": str(retry_after_s)} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        headers = {"Retry-After": RETRY_AFTER_S} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
         return JSONResponse(error_body(message, status, param), status, headers)
 
     @app.exception_handler(MinillmError)
@@ -117,5 +120,12 @@ def describe(problem: RequestValidationError) -> tuple[str, HTTPStatus, str | No
             return NOT_AN_OBJECT, HTTPStatus.BAD_REQUEST, None
         where = ".".join(str(part) for part in error["loc"] if part != "body")
         fields.append(where.split(".")[0])
+        where = where if len(where) <= MAX_WHERE else f"{where[:MAX_WHERE]}…"
         parts.append(f"{where}: {error['msg']}" if where else str(error["msg"]))
-    return "; ".join(dict.fromkeys(parts)), HTTPStatus.BAD_REQUEST, next((name for name in fields if name), None)
+    parts = [*dict.fromkeys(parts)]
+    more = [f"and {len(parts) - MAX_LISTED} more"] if len(parts) > MAX_LISTED else []
+    return (
+        "; ".join([*parts[:MAX_LISTED], *more]),
+        HTTPStatus.BAD_REQUEST,
+        next((name for name in fields if name), None),
+    )

@@ -11,7 +11,7 @@ import logging
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from minillm.chat_template import ChatTemplate
 from minillm.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
@@ -76,6 +76,23 @@ MAX_PROMPTS = 1024
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+TOKEN_IDS = TypeAdapter(TokenIds)
+BIASES = TypeAdapter(Annotated[list[float], Field(fail_fast=True)])
+
+
+def up_to_first_wrong(value: object) -> object:
+    """`value`; of a mapping with an entry that is no token id with a bias, that entry alone, for the error."""
+    if isinstance(value, dict):
+        try:
+            TOKEN_IDS.validate_python(list(value))
+            BIASES.validate_python(list(value.values()))
+        except ValidationError as problem:
+            [index] = problem.errors()[0]["loc"]
+            return dict([list(value.items())[int(index)]])
+    return value
+
+
+LogitBias = Annotated[dict[int, float], BeforeValidator(up_to_first_wrong)]  # a mapping has no `fail_fast`
 
 
 class StreamOptions(BaseModel):
@@ -109,7 +126,7 @@ class GenerationRequest(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: TokenIds | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: LogitBias | None = None
     """Each is taken as at least -100 and at most 100, as in vLLM."""
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None

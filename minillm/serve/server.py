@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from minillm.async_llm import AsyncLLM
 from minillm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 """How long an idle connection stays open. It must be longer than clients keep theirs (httpx 5 s, aiohttp 15 s, requests
@@ -19,6 +24,10 @@ request is lost when both happen at once."""
 
 BACKLOG = 2048
 """Connections that wait at most, uvicorn's number."""
+OPEN_FILES = 65_535
+"""Files that a server may open at once where the system lets it, as in vLLM. A connection is one of them."""
+OTHER_FILES = 100
+"""Of a server's open files, those that are no connections, and some to spare."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -39,11 +48,29 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_server(app: FastAPI, shutdown_timeout: int | None, log_level: str, access_log: bool) -> uvicorn.Server:
-    """A server for `app`.
+class Server(uvicorn.Server):
+    """A server that ends when its engine has failed, so that a service manager starts another one."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncLLM) -> None:
+        super().__init__(config)
+        self.engine = engine
+        self.has_lost_engine = False
+        """Whether the engine had failed before the server was told to stop."""
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second. Returns whether to stop."""
+        self.has_lost_engine = self.engine.errored
+        return await super().on_tick(counter) or self.has_lost_engine
+
+
+def make_server(
+    app: FastAPI, engine: AsyncLLM, shutdown_timeout: int | None, log_level: str, access_log: bool
+) -> Server:
+    """A server for `app`, which serves `engine`.
 
     On SIGINT or SIGTERM it accepts no more connections and waits for the running requests, at most `shutdown_timeout`
-    seconds (None: as long as they take); then it cancels the rest and ends the engine.
+    seconds (None: as long as they take); then it cancels the rest and ends the engine. When the engine has failed, it
+    ends by itself.
     """
     config = uvicorn.Config(
         app,
@@ -54,7 +81,7 @@ def make_server(app: FastAPI, shutdown_timeout: int | None, log_level: str, acce
         timeout_graceful_shutdown=shutdown_timeout,
         lifespan="on",
     )
-    return uvicorn.Server(config)
+    return Server(config, engine)
 
 
 def log_config(level: str) -> dict[str, Any]:
@@ -62,6 +89,29 @@ def log_config(level: str) -> dict[str, Any]:
     known = uvicorn.config.LOGGING_CONFIG
     own = {"handlers": ["default"], "level": uvicorn.config.LOG_LEVELS[level]}
     return {**known, "loggers": {**known["loggers"], "minillm": own}}
+
+
+def allow_open_files(num_requests: int) -> None:
+    """Raise this process's limit of open files up to `OPEN_FILES`, and log a warning if it stays too low for
+    `num_requests` connections at once. Windows has no such limit."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
+        return
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    with suppress(ValueError, OSError):  # macOS has another limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft < num_requests + OTHER_FILES:
+        logger.warning(
+            "This process may open %d files at once. Further connections wait before the queue limit of %d requests is "
+            "reached: raise the limit of files (ulimit -n), or lower --max-num-queued-reqs.",
+            soft,
+            num_requests,
+        )
 
 
 def check_log_level(name: str) -> None:

@@ -31,8 +31,6 @@ class ServerSettings:
     """Longest request body."""
     max_logprobs: int = 20
     """Most log-probabilities per position that a request may ask for, as in vLLM; -1: as many as it likes."""
-    retry_after_s: int = 1
-    """What a refused request is told to wait."""
 
     def allows_logprobs(self, number: int) -> bool:
         """Whether a request may ask for so many log-probabilities (-1: for all)."""
@@ -53,4 +51,3 @@ class ServerSettings:
                 )
         at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_logprobs", self.max_logprobs, -1)
-        at_least("retry_after_s", self.retry_after_s, 0)

@@ -42,7 +42,7 @@ class CompiledHeads(TargetHeads):
         shape, decoder = self.heads.shape, packed(target)
         vectors = Vectors()
         norm = self.heads.token_norm
-        norm_at, eps_at = vectors.add(norm.weight), vectors.add(torch.full((LANES,), norm.eps))
+        norm_at, eps_at = vectors.add(norm.weight), vectors.add(np.full(LANES, norm.eps, np.float32))
         self.matrices = np.full((heads.POSITION_OUT + shape.num_drafts, MATRIX_FIELDS), NONE, np.int64)
         panels = _pack(_matrices(self.heads, self.narrow), self.matrices)
         self.matrices[heads.CONFIDENCE, BIAS] = vectors.add(self.heads.confidence.bias)
@@ -60,7 +60,10 @@ class CompiledHeads(TargetHeads):
         self.widest_codes = max(codes_size(amx.ROWS, int(columns), int(group)) for columns, group in fields)
         self.launcher = Launcher(heads.run, heads.run_together)
         self.floats, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
-        zeros = torch.zeros(1, shape.hidden_size), torch.zeros(1, dtype=torch.int64)
+        zeros = (
+            torch.zeros(1, shape.hidden_size, dtype=torch.float32, device="cpu"),
+            torch.zeros(1, dtype=torch.int64, device="cpu"),
+        )
         with showing_progress():
             self.launcher.warm_up(lambda: self._run(*zeros, [1], KINDS.index("greedy"), 0.0, num_drafted=1))
 
@@ -86,8 +89,8 @@ class CompiledHeads(TargetHeads):
         n, shape = len(most), self.heads.shape
         counts = np.minimum(np.array(most, np.int64), shape.num_drafts)
         longest = int(counts.max())
-        logits = torch.empty(n * longest, int(self.target.matrix[OUTPUTS]))
-        contexts = torch.empty(n, shape.num_drafts, shape.token_rank)
+        logits = torch.empty(n * longest, int(self.target.matrix[OUTPUTS]), dtype=torch.float32, device="cpu")
+        contexts = torch.empty(n, shape.num_drafts, shape.token_rank, dtype=torch.float32, device="cpu")
         drafted = np.empty((n, num_drafted), np.int64)
         self.dims[heads.KIND] = kind
         work = n * longest
@@ -99,7 +102,7 @@ class CompiledHeads(TargetHeads):
                 hidden.float().contiguous().numpy().reshape(-1), last.numpy(), counts, logits.numpy().reshape(-1),
                 contexts.numpy().reshape(-1), drafted,
             ),
-            min_survival, self.floats, self.codes,
+            float(min_survival), self.floats, self.codes,
         )  # fmt: skip
         return counts, logits, contexts, drafted
 

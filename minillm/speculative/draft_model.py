@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,12 +26,14 @@ from torch import Tensor
 
 from minillm.batch import Segment
 from minillm.config import in_range
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, TokenizerMismatchError
 from minillm.models.hub import resolve
+from minillm.models.loading import load_config
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.chain_drafter import ChainDrafter, check_quantization, check_sample_method
-from minillm.speculative.drafter import Draft, DraftContext
+from minillm.speculative.drafter import Draft, DraftContext, TargetInfo
+from minillm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,11 @@ class ModelOptions:
         check_sample_method(self.draft_sample_method)
         check_quantization(self.quantization)
 
-    def check_engine(self, target_name: str, block_size: int) -> None:
+    def check_target(self, target: TargetInfo) -> int | None:
         """See `Drafter.Options`. A draft model that is not here yet is downloaded."""
-        resolve(self.model)
+        assert self.model is not None
+        draft_folder(self.model, target)
+        return None
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,32 @@ class DraftModelOptions(ModelOptions):
     def __post_init__(self) -> None:
         self.check("draft_model")
         in_range("min_survival", self.min_survival, 1.0)
+
+
+def draft_folder(name: str, target: TargetInfo) -> Path:
+    """The folder of the draft model `name` (see `resolve`).
+
+    Raises `TokenizerMismatchError` or `ConfigError` if it does not fit the target, `CheckpointError` if it cannot be
+    read.
+    """
+    folder = resolve(name)
+    if not target.tokenizer.same_vocabulary(Tokenizer.from_folder(folder)):
+        raise TokenizerMismatchError(
+            f"the draft model {name!r} has another tokenizer than the target, so its token ids mean other text; use a "
+            "draft model with the target's tokenizer"
+        )
+    config = load_config(folder)
+    if config.vocab_size != target.config.vocab_size:
+        raise TokenizerMismatchError(
+            f"the draft model {name!r} has {config.vocab_size} logits, the target {target.config.vocab_size}; use a "
+            "draft model with the target's vocabulary"
+        )
+    if config.max_position_embeddings < target.max_model_len:
+        raise ConfigError(
+            f"the draft model {name!r} has a context of {config.max_position_embeddings} tokens, less than "
+            f"max_model_len={target.max_model_len}; lower max_model_len"
+        )
+    return folder
 
 
 @dataclass

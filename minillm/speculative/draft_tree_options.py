@@ -13,6 +13,7 @@ from minillm.config import at_least, in_range
 from minillm.errors import ConfigError
 from minillm.json_files import short_repr
 from minillm.speculative.draft_model import ModelOptions
+from minillm.speculative.drafter import TargetInfo
 from minillm.speculative.tree_shape import TreeShape
 
 DEFAULT_BRANCHING = (2, 2, 2)
@@ -54,6 +55,11 @@ class DraftTreeOptions(ModelOptions):
         if self.num_nodes >= MAX_TREE_TOKENS:
             source = "tree_nodes" if self.is_measured else "speculative_token_tree"
             raise ConfigError(_too_many(source, getattr(self, source), str(self.num_nodes)))
+
+    def check_target(self, target: TargetInfo) -> int:
+        """See `Drafter.Options`."""
+        super().check_target(target)
+        return self.num_nodes
 
     def _check_measured(self) -> None:
         if self.tree_shape not in (None, "measured"):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from minillm.errors import DraftError
+from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
@@ -47,6 +48,17 @@ class NoOptions:
 
 
 @dataclass(frozen=True)
+class TargetInfo:
+    """What is known of the target and its engine before any model is loaded."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    block_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
 class DraftContext:
     """What a drafter is built from. KV cache pools are allocated after all drafters have been built."""
 
@@ -75,8 +87,8 @@ class Drafter(ABC):
 
     Options: ClassVar[type] = NoOptions
     """A dataclass with the options of this method in `speculative_config`. It validates itself on construction. If it
-    has a method `check_engine(target_name, block_size)`, that is called before any model is loaded, to refuse options
-    that do not fit the engine."""
+    has a method `check_target(target: TargetInfo) -> int | None`, that is called before any model is loaded, to refuse
+    options that do not fit the target. It returns `max_drafts`."""
     proposes_trees: ClassVar[bool] = False
     """Whether it may propose trees, which only some cache layouts can verify."""
     needs_blocks: ClassVar[bool] = False

@@ -32,9 +32,9 @@ from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
 from minillm.speculative.draft_heads import KINDS, DraftHeads, HeadsShape
-from minillm.speculative.drafter import NO_DRAFT, Draft, DraftContext
+from minillm.speculative.drafter import NO_DRAFT, Draft, DraftContext, TargetInfo
 from minillm.speculative.target_heads import Chains, HeadsRound, TargetHeads, unembedding
-from minillm.speculative.trained_drafter import drafter_folder, load_drafter
+from minillm.speculative.trained_drafter import drafter_folder, load_drafter, read_shape
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class HeadsOptions:
         check_sample_method(self.draft_sample_method)
         in_range("min_survival", self.min_survival, 1.0)
 
-    def check_engine(self, target_name: str, block_size: int) -> None:
-        """See `Drafter.Options`. Raises what `drafter_folder` raises."""
-        drafter_folder("heads", self.model, target_name)
+    def check_target(self, target: TargetInfo) -> int:
+        """See `Drafter.Options`. Raises what `drafter_folder` and `read_shape` raise."""
+        folder = drafter_folder("heads", self.model, target.name)
+        return read_shape(folder, "heads", target.config, HeadsShape).num_drafts
 
 
 class HeadsDrafter(ChainDrafter):

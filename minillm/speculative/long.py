@@ -22,11 +22,22 @@ from minillm.batch import Batch, Segment
 from minillm.ops.paged_attention import paged_attention
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
+from minillm.speculative.drafter import TargetInfo
 from minillm.speculative.long_model import LongModel, LongShape
 from minillm.speculative.masked_attention import PADDING, hidden_keys, masked_attention
-from minillm.speculative.reading_drafter import ReadingDrafter
+from minillm.speculative.reading_drafter import ReadingDrafter, ReadingOptions
 from minillm.speculative.spire_model import KVRows
 from minillm.speculative.target_parts import padded
+from minillm.speculative.trained_drafter import drafter_folder, read_shape
+
+
+@dataclass(frozen=True)
+class LongOptions(ReadingOptions):
+    """The options of method `long`."""
+
+    def check_target(self, target: TargetInfo) -> None:
+        """See `Drafter.Options`. Raises what `drafter_folder` and `read_shape` raise."""
+        read_shape(drafter_folder("long", self.model, target.name), "long", target.config, LongShape)
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,7 @@ class LongRound:
 class LongDrafter(ReadingDrafter):
     """Drafts with a `LongModel`."""
 
+    Options = LongOptions
     method, shape_class, model_class = "long", LongShape, LongModel
 
     def __init__(self, runner: ModelRunner, model: nn.Module, greedy: bool) -> None:

@@ -39,8 +39,8 @@ from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import argmax
 from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
-from minillm.speculative.drafter import Draft, DraftContext
-from minillm.speculative.trained_drafter import drafter_folder, load_drafter
+from minillm.speculative.drafter import Draft, DraftContext, TargetInfo
+from minillm.speculative.trained_drafter import drafter_folder, load_drafter, read_shape
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ class PromptTokensOptions:
     def __post_init__(self) -> None:
         check_sample_method(self.draft_sample_method)
 
-    def check_engine(self, target_name: str, block_size: int) -> None:
-        """See `Drafter.Options`. Raises what `drafter_folder` raises."""
-        drafter_folder("prompt_tokens", self.model, target_name)
+    def check_target(self, target: TargetInfo) -> int:
+        """See `Drafter.Options`. Raises what `drafter_folder` and `read_shape` raise."""
+        folder = drafter_folder("prompt_tokens", self.model, target.name)
+        return read_shape(folder, "prompt_tokens", target.config, PromptTokensShape).num_drafts + 1
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from minillm.speculative.trained_drafter import drafter_folder, load_drafter
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """The options of methods `spire` and `long`, minillm's own."""
+    """The options that methods `spire` and `long` share, minillm's own."""
 
     model: str | None = None
     """The folder of the trained draft; None: the one that is bundled for the target."""

@@ -40,7 +40,7 @@ from minillm.errors import ConfigError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.chain_drafter import check_sample_method
-from minillm.speculative.drafter import DraftContext
+from minillm.speculative.drafter import DraftContext, TargetInfo
 from minillm.speculative.self_drafter import SelfDrafter
 
 SPARSE_LAYOUTS = ("sinks", "snapkv")
@@ -68,12 +68,12 @@ class SelfSparseOptions:
             raise ConfigError(f"sparse_layout={self.sparse_layout!r} must be 'sinks' or 'snapkv'")
         check_sample_method(self.draft_sample_method)
 
-    def check_engine(self, target_name: str, block_size: int) -> None:
+    def check_target(self, target: TargetInfo) -> None:
         """See `Drafter.Options`."""
-        if self.budget <= block_size:
+        if self.budget <= target.block_size:
             raise ConfigError(
-                f"budget={self.budget} must be above block_size={block_size}: a draft reads the newest block and at "
-                "least one other; raise budget or lower block_size"
+                f"budget={self.budget} must be above block_size={target.block_size}: a draft reads the newest block "
+                "and at least one other; raise budget or lower block_size"
             )
 
 

@@ -12,14 +12,26 @@ weights of minicoder, a draft step reads 4.1M, two blocks and the unembedding, i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from minillm.request import Request
+from minillm.speculative.drafter import TargetInfo
 from minillm.speculative.masked_attention import PADDING
-from minillm.speculative.reading_drafter import ReadingDrafter
+from minillm.speculative.reading_drafter import ReadingDrafter, ReadingOptions
 from minillm.speculative.spire_model import Context, KVRows, Rollout, SpireModel, SpireShape
 from minillm.speculative.target_parts import padded, slots_of
+from minillm.speculative.trained_drafter import drafter_folder, read_shape
+
+
+@dataclass(frozen=True)
+class SpireOptions(ReadingOptions):
+    """The options of method `spire`."""
+
+    def check_target(self, target: TargetInfo) -> None:
+        """See `Drafter.Options`. Raises what `drafter_folder` and `read_shape` raise."""
+        read_shape(drafter_folder("spire", self.model, target.name), "spire", target.config, SpireShape)
 
 
 class SpireRound:
@@ -42,6 +54,7 @@ class SpireRound:
 class SpireDrafter(ReadingDrafter):
     """Drafts with a `SpireModel`."""
 
+    Options = SpireOptions
     method, shape_class, model_class = "spire", SpireShape, SpireModel
 
     def begin(self, requests: Sequence[Request]) -> SpireRound:

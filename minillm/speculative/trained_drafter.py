@@ -92,6 +92,27 @@ def drafter_folder(method: str, model: str | None, target: str) -> Path:
     return bundled_drafter(method, target)
 
 
+def read_shape(folder: Path, method: str, target: ModelConfig, shape_class: type[Shape]) -> Shape:
+    """The sizes of the network in `folder`.
+
+    Raises `CheckpointError` if `config.json` cannot be read or is for another method, `ConfigError` or
+    `TokenizerMismatchError` if the network does not fit the target.
+    """
+    return _read_config(folder, method, target, shape_class)[1]
+
+
+def _read_config(
+    folder: Path, method: str, target: ModelConfig, shape_class: type[Shape]
+) -> tuple[DrafterConfig, Shape]:
+    try:
+        config = validated(read_json(folder / "config.json"), DrafterConfig)
+        shape = validated(config.shape, shape_class)
+        _check_target(config, shape, method, target)
+    except (CheckpointError, ConfigError) as problem:
+        raise type(problem)(f"{folder}: {problem}") from None
+    return config, shape
+
+
 def load_drafter(
     folder: Path,
     method: str,
@@ -102,13 +123,11 @@ def load_drafter(
 ) -> Module:
     """Load the network in `folder` in float32, for inference.
 
-    Raises `CheckpointError` if it cannot be read or is for another method, `ConfigError` or `TokenizerMismatchError` if
-    it does not fit the target. Warns if the target has other norms than the one it was trained for.
+    Raises what `read_shape` raises, and `CheckpointError` if the weights cannot be read. Warns if the target has other
+    norms than the one it was trained for.
     """
+    config, shape = _read_config(folder, method, target, shape_class)
     try:
-        config = validated(read_json(folder / "config.json"), DrafterConfig)
-        shape = validated(config.shape, shape_class)
-        _check_target(config, shape, method, target)
         with torch.device("meta"):  # nothing is allocated before the tensors are known to fit
             module = build(shape)
         _load(module, Shards(folder))

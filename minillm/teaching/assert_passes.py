@@ -5,7 +5,7 @@ from __future__ import annotations
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Function
-from minillm.teaching.grading.variants import hidden_cases
+from minillm.teaching.grading.hidden_cases import hidden_cases
 from minillm.teaching.registry import find
 from minillm.teaching.session import THE_REFERENCE
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import importlib.util
 import re
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 
-from minillm.errors import ConfigError, LessonError, UnsupportedError
+from minillm.errors import ConfigError, LessonError
+from minillm.extras import need
 from minillm.teaching import glossary
 from minillm.teaching.classroom import PUBLISHED, WHEEL
 from minillm.teaching.course import Lesson, choose, read_notebook
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.notebook import BEGIN, for_learner, read_source
 from minillm.teaching.publication import read_home
-from minillm.teaching.registry import exercises_of, module_names
+from minillm.teaching.registry import of_lesson
 
 NBGRADER_SCHEMA = 3
 NBGRADER_CONFIG = """\
@@ -45,8 +46,7 @@ def write_nbgrader(root: Path, names: list[str] | None, target: Path, secret: by
     """
     lessons = [lesson for lesson in choose(root, names) if names is not None or _exercises(lesson)]
     paths = {lesson: target / "source" / lesson.name / f"{lesson.name}.ipynb" for lesson in lessons}
-    if there := [path for path in paths.values() if path.exists()]:
-        raise ConfigError(f"{there[0]} exists and may have been edited; remove it, or name other lessons or a folder")
+    _refuse_edited(paths.values())
     written = []
     for lesson, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,23 +82,23 @@ def write_otter(root: Path, names: list[str] | None, target: Path, secret: bytes
 
     Raises:
         LessonError: an unknown lesson, or one without exercises.
-        ConfigError: the clone `root` is not published, and `make dist` has not written its wheel, which the zip needs.
+        ConfigError: the clone `root` is not published, and `make dist` has not written its wheel, which the zip needs;
+            or a notebook is there already, which may have been edited. Nothing is written then.
         UnsupportedError: otter-grader is not installed.
     """
-    if importlib.util.find_spec("otter") is None:
-        raise UnsupportedError("otter-grader is not installed; run: pip install 'minillm-lessons[graders]'")
+    need("graders", "otter")
     from otter.generate import main as generate
 
     home, wheel = read_home(root), root / "dist" / WHEEL
     if not home.repository and not wheel.exists():
         raise ConfigError(f"the lessons are not published: run `make dist`, because the zip needs {wheel}")
     package = PUBLISHED.format(repository=home.repository, tag=home.tag) if home.repository else IN_ZIP
+    lessons = [lesson for lesson in choose(root, names) if names is not None or _exercises(lesson)]
+    paths = {lesson: target / lesson.name / f"{lesson.name}.ipynb" for lesson in lessons}
+    _refuse_edited(paths.values())
     written = []
-    for lesson in choose(root, names):
-        if names is None and not _exercises(lesson):
-            continue
-        folder = target / lesson.name
-        folder.mkdir(parents=True, exist_ok=True)
+    for lesson, path in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         exercises = _exercises_or_error(lesson)
         with tempfile.TemporaryDirectory() as tests:
             for exercise in exercises:
@@ -106,7 +106,7 @@ def write_otter(root: Path, names: list[str] | None, target: Path, secret: bytes
                 (Path(tests) / f"{exercise.function_name}.py").write_text(text, encoding="utf-8")
             requirements = Path(tests) / "requirements.txt"
             requirements.write_text(f"{package}\n", encoding="utf-8")
-            place = folder / "autograder.zip"
+            place = path.with_name("autograder.zip")
             generate(
                 tests_dir=tests,
                 output_path=str(place),
@@ -119,8 +119,14 @@ def write_otter(root: Path, names: list[str] | None, target: Path, secret: bytes
                     zipped.write(wheel, WHEEL)
         written.append(place)
         solved = read_notebook(lesson.solution) or read_source(lesson.source)
-        _write_with_glossary(for_learner(solved), folder / f"{lesson.name}.ipynb", lesson)
+        _write_with_glossary(for_learner(solved), path, lesson)
     return written
+
+
+def _refuse_edited(paths: Iterable[Path]) -> None:
+    """Raise `ConfigError` if one of the notebooks is there already."""
+    if there := [path for path in paths if path.exists()]:
+        raise ConfigError(f"{there[0]} exists and may have been edited; remove it, or name other lessons or a folder")
 
 
 def _write_with_glossary(notebook: NotebookNode, path: Path, lesson: Lesson) -> None:
@@ -173,9 +179,7 @@ def _defines(source: str, exercise: Exercise) -> bool:
 
 
 def _exercises(lesson: Lesson) -> list[Exercise]:
-    return [
-        e for name in module_names() if name.partition("_")[0] == f"l{lesson.number:02}" for e in exercises_of(name)
-    ]
+    return of_lesson(f"l{lesson.number:02}")
 
 
 def _exercises_or_error(lesson: Lesson) -> list[Exercise]:

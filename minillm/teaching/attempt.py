@@ -6,7 +6,6 @@ Nothing here needs an exercise's answers: the process of a submission has its `I
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,27 +29,25 @@ class Outcome:
 
 def call(exercise: Exercise | Interface, function: Function, case: Case) -> Outcome:
     """Call `function` on deep copies of the inputs. Torch's CPU generator is seeded, and restored afterwards."""
-    args, kwargs = copy.deepcopy((case.args, dict(case.kwargs)))
+    args = copy.deepcopy(case.args)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         try:
-            value = exercise.run_case(function, *args, **kwargs) if exercise.run_case else function(*args, **kwargs)
+            value = exercise.run_case(function, *args) if exercise.run_case else function(*args)
         except KeyboardInterrupt:  # the stop button
             raise
         except BaseException as error:  # the learner's mistake is the result; `sys.exit` is one too
             return Outcome(error=Raised.of(error, function, lambda: exercise.wanted))
-    before, after = named_inputs(exercise, case.args, case.kwargs), named_inputs(exercise, args, kwargs)
+    before, after = named_inputs(exercise, case.args), named_inputs(exercise, args)
     if exercise.in_place:
         value = {"returned": value, **{f"{name} after the call": after.get(name) for name in exercise.in_place}}
     guarded = [name for name in before if name not in exercise.in_place and not _is_meant_to_advance(before[name])]
     return Outcome(value, changed=tuple(name for name in guarded if exact(before[name], after[name])))
 
 
-def named_inputs(
-    exercise: Exercise | Interface, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, object]:
+def named_inputs(exercise: Exercise | Interface, args: tuple[object, ...]) -> dict[str, object]:
     """The inputs of a case under the names of the reference's (or the drive's) parameters."""
-    return dict(exercise.inputs.bind(*args, **kwargs).arguments)
+    return dict(exercise.inputs.bind(*args).arguments)
 
 
 def difference(exercise: Exercise, expected: object, got: object) -> str | None:

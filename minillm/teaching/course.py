@@ -61,17 +61,21 @@ def choose(root: Path, names: list[str] | None = None) -> list[Lesson]:
 
 
 def read_notebook(path: Path) -> NotebookNode | None:
-    """The notebook in the file, or None if it is missing or unreadable."""
+    """The notebook in the file, or None if the file is missing or holds no notebook of format 4."""
     text = read_text(path)
     try:
-        return None if text is None else nbformat.reads(text, as_version=nbformat.NO_CONVERT)
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError):
+        notebook = None if text is None else nbformat.reads(text, as_version=nbformat.NO_CONVERT)
+    except (ValueError, TypeError, AttributeError, nbformat.ValidationError):  # what nbformat raises for other JSON
         return None
+    return notebook if notebook is not None and "cells" in notebook else None
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, or None if there is no file."""
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    """The file's text, or None if there is no file, or it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else None
+    except UnicodeDecodeError:
+        return None
 
 
 def _named(every: list[Lesson], name: str) -> Lesson:

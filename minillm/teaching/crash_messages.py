@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import signal
 import traceback
 
 from minillm.teaching.exercise import Function
 from minillm.teaching.guard import GIB, ChildExit, Limits
+from minillm.teaching.source import plain_function
 
 PAST_THE_END = "an index reaches past the end of an array: is a mask missing, or does a loop run too far?"
 CRASHES = {"SIGSEGV": "read or wrote memory outside its arrays", "SIGBUS": "read or wrote beyond its memory"}
@@ -81,7 +81,7 @@ def signal_name(number: int) -> str:
 
 def files_of(function: Function) -> set[str]:
     """The files that define `function` and the functions in its globals; in a notebook every cell is a file."""
-    plain = inspect.unwrap(getattr(function, "py_func", getattr(function, "fn", function)))
+    plain = plain_function(function)
     others = list(getattr(plain, "__globals__", {}).values())
     codes = [getattr(each, "__code__", None) for each in (plain, *others)]
     return {code.co_filename for code in codes if code is not None}

@@ -112,6 +112,8 @@ def _about_parts(parts: Mapping[str, list[Pair]], compare: Compare) -> str:
 
 def _about_numbers(pairs: Sequence[Pair]) -> str:
     numbers = [(e, g) for e, g in pairs]
+    if all(isinstance(e, bool) and isinstance(g, bool) for e, g in numbers):
+        return ""  # True is 1 in Python, but no number here
     if all(isinstance(e, bool) and not isinstance(g, bool) for e, g in numbers):
         return "is a number, where a bool is wanted: write True or False"
     if all(isinstance(g, bool) and not isinstance(e, bool) for e, g in numbers):

@@ -7,8 +7,8 @@ learner's function, runs it, compares its answers and explains mistakes is in ot
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minillm.errors import LessonError
@@ -24,13 +24,12 @@ class Case:
     """One call the learner's function must get right.
 
     `label` is read by the learner when the case fails ("three new tokens after four"), so it names what is special
-    about these inputs. `args` and `kwargs` are copied deeply before every call; put the smallest case first, because
+    about these inputs. `args` are copied deeply before every call; put the smallest case first, because
     the first counterexample is the one shown.
     """
 
     label: str
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,8 @@ class Exercise:
             to 1").
         parts: names of the parts of an answer that is a tuple, for the report (`("codes", "scale")`).
         in_place: parameters that the function is meant to write to; their contents after the call are compared too.
-        run_case: how a case uses the function, if not by one call: `run_case(function, *args, **kwargs) -> value to
-            compare`. For classes, generators, several calls in a row, or statistics over many calls.
+        run_case: how a case uses the function, if not by one call: `run_case(function, *args) -> value to compare`.
+            For classes, generators, several calls in a row, or statistics over many calls.
         draw: optional `(expected, got) -> (expected cells, got cells) or None` for a picture of an answer that is not
             itself a grid: rows written, tiles visited, blocks owned. Cells are what `minillm.teaching.draw.cells_of`
             takes: a matrix of integers or truth values, as a tensor or as lists.

@@ -37,7 +37,7 @@ import msgspec
 import psutil
 import torch
 
-from minillm.teaching.frames import BrokenMessageError, Frames, write_frame
+from minillm.teaching.pipe_messages import BrokenMessageError, Frames, write_frame
 
 GIB = 1 << 30
 MAX_PRINTED = 20_000

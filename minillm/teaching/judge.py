@@ -24,11 +24,10 @@ STUB = re.compile(r"write (\w+) (?:here|in place of)\b")
 
 
 class Judge:
-    """Turns the outcomes of one function into a `CheckResult`. `limits`: those that the function ran under;
-    `has_references`: whether `use` can give it the reference of another exercise."""
+    """Turns the outcomes of one function into a `CheckResult`. `limits`: those that the function ran under."""
 
-    def __init__(self, key: AnswerKey, limits: Limits, has_references: bool = True) -> None:
-        self.key, self.limits, self.has_references = key, limits, has_references
+    def __init__(self, key: AnswerKey, limits: Limits) -> None:
+        self.key, self.limits = key, limits
         self._name, self._count = key.exercise.name, len(key.cases)
 
     def problem(self, index: int, outcome: Outcome) -> str:
@@ -87,8 +86,8 @@ class Judge:
         stub = STUB.match(message)
         called = stub[1] if stub else own
         if called != own and has_exercise(f"{lesson}.{called}"):
-            instead = f', or call what use("{lesson}.{called}") returns' if self.has_references else ""
-            return f"it calls {called}, which is not written yet: write it{instead}"
+            instead = f'call what use("{lesson}.{called}") returns'
+            return f"it calls {called}, which is not written yet: write it, or {instead}"
         return message
 
     def _problem_of_error(self, error: Raised) -> str:
@@ -106,7 +105,7 @@ class Judge:
 
     def _counterexample(self, index: int, got: str, problem: str, where: str, cause: str) -> Counterexample:
         case = self.key.cases[index]
-        inputs = named_inputs(self.key.exercise, case.args, case.kwargs)
+        inputs = named_inputs(self.key.exercise, case.args)
         return Counterexample(
             label=case.label,
             inputs={name: brief(value) for name, value in inputs.items()},

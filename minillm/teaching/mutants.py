@@ -35,7 +35,7 @@ from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.guard import Limits
 from minillm.teaching.mutate import build, mutants_of
-from minillm.teaching.registry import exercises_of, find, module_names
+from minillm.teaching.registry import every, find
 from minillm.teaching.result import Status
 
 LIMITS = Limits(seconds=5.0)
@@ -112,7 +112,7 @@ def run(names: Sequence[str] = (), jobs: int | None = None, progress: Any = None
 
 
 def _chosen(names: Sequence[str]) -> list[Exercise]:
-    known = [exercise for module in module_names() for exercise in exercises_of(module)]
+    known = every()
     chosen = [e for e in known if not names or any(_matches(e.name, name) for name in names)]
     unknown = [name for name in names if not any(_matches(e.name, name) for e in known)]
     if unknown:

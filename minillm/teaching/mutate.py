@@ -5,12 +5,10 @@ arguments, a forgotten factor, mask, clamp or rescale, a statement left out, a l
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import copy
 import inspect
-import linecache
 import re
 import textwrap
 from collections import Counter
@@ -19,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minillm.errors import LessonError
+from minillm.teaching.source import compiled, plain_function
 
 Edit = tuple[str, ast.AST]
 """The new text of the changed part, and its tree; `ast.Pass` for a statement that is left out."""
@@ -64,20 +63,13 @@ def source_of(function: Any) -> str:
         raise LessonError(f"the source of {function!r} cannot be read; define it in a file") from None
 
 
-def plain_function(function: Any) -> Any:
-    """The Python function (or class) under a Triton kernel or a numba function."""
-    return inspect.unwrap(getattr(function, "py_func", getattr(function, "fn", function)))
-
-
 def build(mutant: Mutant, function: Any) -> Any:
     """The mutant as a function with the globals of `function`. Raises what its definition raises."""
     plain = plain_function(function)
     module = inspect.getmodule(plain)
     namespace = dict(getattr(plain, "__globals__", None) or vars(module))
     file = f"<mutant of {plain.__name__}, {abs(hash(mutant.source))}>"
-    linecache.cache[file] = (len(mutant.source), None, mutant.source.splitlines(keepends=True), file)  # Triton reads it
-    flags = __future__.annotations.compiler_flag
-    exec(compile(mutant.source, file, "exec", flags=flags, dont_inherit=True), namespace)
+    exec(compiled(mutant.source, file), namespace)
     return namespace[plain.__name__]
 
 

@@ -108,7 +108,7 @@ def _signature_mismatch(function: Function, wanted: inspect.Signature) -> str:
     """The cause if the function cannot be called with the wanted parameters; else ""."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without a signature
+    except (TypeError, ValueError):  # no function, or a builtin without a signature
         return ""
     parameters = wanted.parameters.values()
     try:

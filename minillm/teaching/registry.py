@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from contextlib import suppress
 
 from minillm.errors import LessonError, UnknownExerciseError
 from minillm.teaching import exercises
@@ -31,11 +32,24 @@ def exercises_of(module_name: str) -> list[Exercise]:
     return found
 
 
+def lessons() -> list[str]:
+    """The lessons with exercises (`l02`), in order."""
+    return sorted({name.partition("_")[0] for name in module_names()})
+
+
+def of_lesson(lesson: str) -> list[Exercise]:
+    """The exercises of a lesson (`l02`). Imports no other lesson."""
+    return [e for name in module_names() if name.partition("_")[0] == lesson for e in exercises_of(name)]
+
+
+def every() -> list[Exercise]:
+    """All exercises, in the order of the lessons."""
+    return [exercise for name in module_names() for exercise in exercises_of(name)]
+
+
 def has_exercise(name: str) -> bool:
-    """Whether the module of the named lesson has this exercise. Imports no other lesson."""
-    lesson = name.partition(".")[0]
-    modules = [module for module in module_names() if module.partition("_")[0] == lesson]
-    return any(exercise.name == name for module in modules for exercise in exercises_of(module))
+    """Whether the named lesson has this exercise. Imports no other lesson."""
+    return any(exercise.name == name for exercise in of_lesson(name.partition(".")[0]))
 
 
 def find(name: str | Exercise) -> Exercise:
@@ -48,13 +62,13 @@ def find(name: str | Exercise) -> Exercise:
     """
     if isinstance(name, Exercise):
         return name
-    lesson = name.partition(".")[0]
+    for exercise in of_lesson(name.partition(".")[0]):
+        if exercise.name == name:
+            return exercise
+    known = []
     for module_name in module_names():
-        if module_name.partition("_")[0] == lesson:
-            for exercise in exercises_of(module_name):
-                if exercise.name == name:
-                    return exercise
-    known = [exercise.name for module_name in module_names() for exercise in exercises_of(module_name)]
+        with suppress(ImportError):  # lesson 15 needs numba
+            known += [exercise.name for exercise in exercises_of(module_name)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
     advice = f"did you mean {' or '.join(map(repr, near))}?" if near else "no exercises are installed here"
     raise UnknownExerciseError(f"no exercise is called {name!r}; {advice}")

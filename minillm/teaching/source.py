@@ -1,12 +1,15 @@
 """The source text of a reference: edit it to plant a mistake, or show it as the last hint."""
 
 from __future__ import annotations
+import __future__
 
 import inspect
 import linecache
 import textwrap
 import zlib
 from collections.abc import Mapping
+from types import CodeType
+from typing import Any
 
 from minillm.errors import LessonError
 from minillm.teaching.exercise import Function, WrongVersion
@@ -28,12 +31,22 @@ def edited(reference: Function, *edits: tuple[str, str]) -> Function:
         if found != 1:
             raise LessonError(f"{reference.__name__}: {old!r} occurs {found} times; an edit needs exactly one")
         body = body.replace(old, new)
-    made: dict[str, Function] = {}
     text = head + quotes + body
     file = f"<{reference.__name__} with a mistake, {zlib.crc32(text.encode()):08x}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # so that its lines can be shown
-    exec(compile(text, file, "exec"), reference.__globals__, made)
+    made: dict[str, Function] = {}
+    exec(compiled(text, file), reference.__globals__, made)
     return made[reference.__name__]
+
+
+def compiled(text: str, file: str) -> CodeType:
+    """The compiled text, whose lines `inspect.getsource`, Triton and tracebacks find under the name `file`."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return compile(text, file, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
+
+
+def plain_function(function: Any) -> Any:
+    """The Python function (or class) under a Triton kernel or a numba function."""
+    return inspect.unwrap(getattr(function, "py_func", getattr(function, "fn", function)))
 
 
 def wrong_versions(reference: Function, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:

@@ -28,6 +28,7 @@ from minillm.trace.events import (
     Trace,
     Work,
     WorkKind,
+    token_origins,
 )
 from minillm.trace.forward_events import ForwardWork, RowsWritten
 from minillm.trace.vllm_trace import of_vllm
@@ -58,4 +59,5 @@ __all__ = [
     "Work",
     "WorkKind",
     "of_vllm",
+    "token_origins",
 ]

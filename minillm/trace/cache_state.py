@@ -36,7 +36,7 @@ from minillm.trace.request_state import NOTHING, RequestState, StepChanges
 from minillm.trace.trace_state import TraceState
 
 MAX_PAGE_SIZE = 64
-"""In a layout that is not paged, a block with more slots than this holds one whole sequence."""
+"""In an older trace of a layout that is not called paged, a block with more slots than this holds one whole request."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,12 @@ class CacheState(TraceState):
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether a block holds one whole sequence instead of a page."""
-        paged = self.engine is None or self.engine.cache_layout.lower().startswith("paged")
-        return not paged and self.block_size > MAX_PAGE_SIZE
+        """Whether a block holds one whole request instead of a page. Older traces do not say it; then it is guessed."""
+        if self.engine is None:
+            return False
+        if self.engine.whole_sequences is not None:
+            return self.engine.whole_sequences
+        return not self.engine.cache_layout.lower().startswith("paged") and self.block_size > MAX_PAGE_SIZE
 
     @property
     def keeps_every_token(self) -> bool:

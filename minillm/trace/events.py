@@ -66,8 +66,7 @@ class EngineStarted(Event):
     """Bytes of one block over all layers, keys and values, including the draft model's cache."""
     num_speculative_tokens: Size
     cache_layout: str = "paged"
-    """Name of the cache layout. In a layout for whole sequences, a block holds one request, and `block_size` is the
-    context length."""
+    """Name of the cache layout."""
     prefix_caching: bool = False
     max_num_seqs: Count = 64
     max_num_batched_tokens: Count = 2048
@@ -76,6 +75,8 @@ class EngineStarted(Event):
     """False for a layout that drops tokens: then a slot is a token that was computed, not memory in use."""
     cached_blocks: list[Size] = field(default_factory=list)
     """Blocks without an owner that were in the prefix cache already, because the engine had run before."""
+    whole_sequences: bool | None = None
+    """Whether a block holds one whole request instead of a page; None: an older trace, which does not say it."""
 
     @property
     def drafter(self) -> str | None:
@@ -283,6 +284,15 @@ class StepFinished(Event):
     draft_seconds: Measure
     target_seconds: Measure
     num_free_blocks: Size
+
+
+def token_origins(num_committed: int, num_drafts: int, num_accepted: int, ends_at_leaf: bool) -> list[TokenOrigin]:
+    """Where each of `num_committed` tokens came from; a stop may have cut off the last ones. `ends_at_leaf`: whether no
+    draft follows the last accepted one."""
+    last: TokenOrigin = "sampled"
+    if num_drafts:
+        last = "bonus" if ends_at_leaf else "recovered"
+    return [*["accepted"] * num_accepted, last][:num_committed]
 
 
 def _check_lengths(**lists: Sequence[object]) -> None:

@@ -1,4 +1,4 @@
-"""Metrics per step, computed from a trace: how full the batch, the token budget and the cache were.
+"""Metrics per step, computed from a trace: how full the batch and the cache were.
 
 They depend only on the events, so the same trace always gives the same metrics.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from minillm.trace import (
     BlocksShared,
-    EngineStarted,
     Event,
     RequestAdded,
     RequestFinished,
@@ -52,7 +51,6 @@ class StepMetrics:
     """Slots of used blocks that hold the keys and values of a token; a shared slot counts once."""
     allocated_slots: int
     """All slots of used blocks."""
-    max_num_batched_tokens: int
     seconds: float
 
     @property
@@ -61,19 +59,9 @@ class StepMetrics:
         return self.num_prefill_tokens + self.num_decode_tokens + self.num_verify_tokens
 
     @property
-    def block_utilisation(self) -> float:
-        """Used blocks / all blocks, from 0 to 1."""
-        return _ratio(self.used_blocks, self.used_blocks + self.cached_blocks + self.free_blocks)
-
-    @property
     def kv_slot_utilisation(self) -> float | None:
         """Valid / allocated slots; the rest is waste. None if nothing is allocated."""
         return self.valid_slots / self.allocated_slots if self.allocated_slots else None
-
-    @property
-    def budget_use(self) -> float:
-        """Tokens of the step / token budget, from 0 to 1."""
-        return _ratio(self.num_tokens, self.max_num_batched_tokens)
 
 
 def step_metrics(trace: Iterable[Event]) -> list[StepMetrics]:
@@ -90,7 +78,6 @@ class _Counter:
     """Counts within a step, and creates its `StepMetrics` when it ends."""
 
     cache: CacheState = field(default_factory=CacheState)
-    budget: int = 0
     alive: set[str] = field(default_factory=set)
     present: set[str] = field(default_factory=set)
     """Requests that were unfinished at some point of this step."""
@@ -102,8 +89,6 @@ class _Counter:
     def take(self, event: Event, number: int) -> StepMetrics | None:
         self.cache.fold_numbered(number, event)
         match event:
-            case EngineStarted():
-                self.budget = event.max_num_batched_tokens
             case RequestAdded(request_id=request_id):
                 self.alive.add(request_id)
                 self.present.add(request_id)
@@ -144,10 +129,5 @@ class _Counter:
             free_blocks=cache.free_blocks - cache.cached_blocks,
             valid_slots=cache.used_slots - cache.waste_slots if cache.keeps_every_token else 0,
             allocated_slots=cache.used_slots if cache.keeps_every_token else 0,
-            max_num_batched_tokens=self.budget,
             seconds=event.seconds,
         )
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

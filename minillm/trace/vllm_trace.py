@@ -35,11 +35,11 @@ from minillm.trace.events import (
     StepFinished,
     StepRan,
     StepStarted,
-    TokenOrigin,
     TokensCommitted,
     Trace,
     Work,
     WorkKind,
+    token_origins,
 )
 
 NUM_RANDOM = 8
@@ -201,10 +201,7 @@ class _Recorder:
         if not committed:
             return  # a chunk of a prompt
         num_accepted = num_sampled - 1 if num_drafts else 0
-        last: TokenOrigin = "sampled"
-        if num_drafts:
-            last = "bonus" if num_accepted == num_drafts else "recovered"
-        origins: list[TokenOrigin] = [*["accepted"] * num_accepted, last][: len(committed)]
+        origins = token_origins(len(committed), num_drafts, num_accepted, num_accepted == num_drafts)
         num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
         texts = [self.tokenizer.decode([token]) for token in committed]
         self.tell(TokensCommitted(known.name, committed, texts, origins, num_drafts, num_accepted, num_computed))
@@ -263,6 +260,7 @@ def _engine_started(llm: Any, scheduler: Any) -> EngineStarted:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         speculative_method=speculative.method if speculative else None,
         cached_blocks=[i for i, block in enumerate(pool.blocks) if block.block_hash is not None],
+        whole_sequences=False,
     )
 
 

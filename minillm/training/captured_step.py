@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minillm.runtime.cuda_graphs import CaptureError, capture_errors
+from minillm.runtime.cuda_graphs import CAPTURING, CaptureError, capture_errors
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """`step(inputs, targets)`: one update of all parameters. Returns the loss before it, a tensor of no dimensions."""
@@ -73,7 +73,8 @@ class CapturedStep:
         graph, mine, theirs = torch.cuda.CUDAGraph(), inputs.to(self.device), targets.to(self.device)
         current = torch.cuda.current_stream(self.device)
         try:
-            with capture_errors(torch.cuda.graph(graph, stream=self.stream)):  # records the kernels, runs none
+            # Records the kernels, runs none.
+            with CAPTURING, capture_errors(torch.cuda.graph(graph, stream=self.stream)):
                 loss = self.step(mine, theirs)
         except CaptureError as problem:
             self._can_capture = False

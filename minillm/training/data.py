@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.errors import TrainingError
+from minillm.extras import need
 from minillm.fill_in_the_middle import FIM_PREFIX
 from minillm.training.corpus import Document, documents, sources
 from minillm.training.fim_documents import PRETRAINING, GapShares, training_document
@@ -35,14 +36,13 @@ def prepare(folder: Path, vocab_size: int) -> None:
     An existing tokenizer in `folder` is kept, because a run from another machine brings its own.
 
     Training files are stored as text (`train.jsonl.gz`), because each pass is encoded separately, with new gaps to fill
-    in. Raises `TrainingError` if the library that finds near-duplicates is not installed.
+    in. Raises `UnsupportedError` if the library that finds near-duplicates is not installed.
     """
     if (folder / "corpus.json").exists():
         return
-    try:
-        from minillm.training.near_duplicates import without_near_duplicates
-    except ModuleNotFoundError as missing:
-        raise TrainingError(f"a corpus needs {missing.name}: pip install 'minillm-lessons[train]'") from None
+    need("train", "datasketch")
+    from minillm.training.near_duplicates import without_near_duplicates
+
     folder.mkdir(parents=True, exist_ok=True)
     found = sources()
     every = list(tqdm(documents(found), desc="reading source files", unit=" files"))

@@ -26,8 +26,13 @@ ON_CPU = cpu_dtype(hardware.simd())
 
 
 def forward_dtype(device_type: str) -> torch.dtype:
-    """The dtype of matrix products in training. `device_type`: `cpu` or `cuda`."""
-    return ON_CPU if device_type == "cpu" else torch.bfloat16
+    """The dtype of matrix products in training. `device_type`: `cpu` or `cuda`, the current GPU.
+
+    On a GPU before sm_80, PyTorch only emulates bf16 and does not compile it. fp16 would need its gradients scaled.
+    """
+    if device_type == "cpu":
+        return ON_CPU
+    return torch.bfloat16 if hardware.half_dtype() == torch.bfloat16 else torch.float32
 
 
 def forward_precision(device_type: str) -> torch.autocast:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -511,25 +511,34 @@ def test_cases_are_written_one_by_one_until_the_time_is_up(monkeypatch: pytest.M
     assert report.so_far() == Findings([], {"left out for lack of time": ["a", "bad", "b"]}, [])
 
 
+def test_no_op_without_a_kernel_is_measured(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    """Its reference alone may take more time than all the others, and shows nothing of this device."""
+    monkeypatch.setattr(
+        stage_kernels, "implementations", lambda name, device: [TRITON] * (name != "w8a8_linear") + ["reference"]
+    )
+    monkeypatch.setattr(stage_kernels, "asdict", lambda row: row)
+    monkeypatch.setattr(stage_kernels, "_rows", lambda setup, case, limits: [{"system": case}])
+    ops = ["rope", "w8a8_linear", "linear", "w8a8_linear", "int8_linear"]
+    stage_kernels._every_op(SETUP, report, [Maker(op, lambda op=op: op) for op in ops], LIMITS)
+    found = report.so_far()
+    assert [row["system"] for row in found.rows] == ["rope", "linear", "int8_linear"]
+    assert found.notes == {"without a kernel on this device": ["w8a8_linear"], "left out for lack of time": []}
+
+
 # ---- tiles
 
 
 @needs_triton
-def test_the_default_tiles_are_tried_even_if_they_are_unlikely_or_time_is_over() -> None:
-    from triton.runtime.errors import OutOfResources
+@pytest.mark.parametrize(("is_rehearsal", "seconds", "most"), [(False, 0.0, 2), (True, 60.0, 2), (False, 60.0, 10)])
+def test_the_tiles_in_use_are_tried_whatever_the_time(is_rehearsal: bool, seconds: float, most: int) -> None:
+    from minillm.bench.on_gpu.stage_tiles import _tiles_to_try
+    from minillm.bench.on_gpu.tune_tiles import candidates
 
-    from minillm.bench.on_gpu.stage_tiles import Trial, is_likely
-    from minillm.ops.triton.tiles import Tiles
-
-    default, likely = Tiles(16, 16, 256, stages=5), Tiles(16, 64, 128)
-    assert is_likely(likely) and not is_likely(default)
-    trial = Trial(str, [default], seconds=0.0, most=math.inf)
-    assert trial(likely)  # the first is tried whatever the time
-    assert trial(default)
-    for late_or_unlikely in (likely, Tiles(16, 16, 256)):
-        with pytest.raises(OutOfResources):
-            trial(late_or_unlikely)
-    assert trial.tried == 2
+    known = list(candidates(4))
+    always = [replace(known[0], stages=5), known[4]]
+    others = [tiles for tiles in known if tiles not in always]
+    found = list(_tiles_to_try(StageSetup(is_rehearsal, SETUP.clock), [*always, always[0]], 4, seconds))
+    assert found == [*always, *others][:most]
 
 
 @needs_triton
@@ -555,10 +564,9 @@ def test_tiles_that_won_on_another_gpu_are_tried_even_if_they_are_unlikely_and_t
     known = {("another GPU", *key): theirs if key == keys[0] else other for key in keys}
     tried: list[Tiles] = []
 
-    def measure(trial: stage_tiles.Trial, rows: int, also: list[Tiles]) -> tuple[Tiles, float]:
-        tried.extend(also)
-        assert [trial(chosen) for chosen in also] == ["ran"] * len(also)
-        return theirs, 0.5
+    def measure(run: Callable[[Tiles], str], chosen: Iterator[Tiles]) -> tuple[Tiles, float, int]:
+        tried.extend(tiles for tiles in chosen if run(tiles) == "ran")
+        return theirs, 0.5, len(tried)
 
     ours = iter(times)
     monkeypatch.setattr(stage_tiles, "product", lambda setup, kind, rows: lambda chosen: "ran")
@@ -587,22 +595,21 @@ def test_a_product_whose_tiles_fail_costs_no_line_of_the_others(
 
     measured: list[str] = []
 
-    def measure(trial: stage_tiles.Trial, rows: int, also: list[Tiles]) -> tuple[Tiles, float]:
-        [kind] = trial.run.args  # type: ignore[attr-defined]
-        assert also == trial.always and also[0] == Tiles(16, 32, 64)
-        measured.append(f"{kind} {rows}")
-        if measured == ["int8 1", "int8 4"]:
+    def measure(run: partial[None], chosen: Iterator[Tiles]) -> tuple[Tiles, float, int]:
+        assert next(chosen) == Tiles(16, 32, 64)
+        measured.append(run.args)
+        if measured == [("int8", 1), ("int8", 4)]:
             raise RuntimeError("no such instruction")
         if len(measured) == 5:
             raise RuntimeError(FAULT)
-        return Tiles(16, 64, 128), 0.5
+        return Tiles(16, 64, 128), 0.5, 1
 
     def do_bench(run: partial[None], return_mode: str) -> float:
         if run.args[0] == "w8a8":
             raise RuntimeError("no time of the default")
         return 0.6
 
-    monkeypatch.setattr(stage_tiles, "product", lambda setup, kind, rows: partial(print, kind))
+    monkeypatch.setattr(stage_tiles, "product", lambda setup, kind, rows: partial(print, kind, rows))
     monkeypatch.setattr(stage_tiles, "_kernels", lambda setup: {f"{kind}_linear" for kind in stage_tiles.KINDS})
     monkeypatch.setattr(stage_tiles.tune_tiles, "measure", measure)
     monkeypatch.setattr(stage_tiles.tiles, "choose", lambda kind, *shape: Tiles(16, 32, 64))

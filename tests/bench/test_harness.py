@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -158,20 +160,26 @@ def test_each_row_of_a_result_has_a_line(tmp_path: Path) -> None:
 def test_an_earlier_result_stays_whole_until_the_next_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, write = tmp_path / "out.json", Path.write_text
+    file = tmp_path / "out.json"
     save({"run": 1}, file)
 
-    def half(path: Path, text: str, encoding: str) -> None:
-        write(path, text[:5], encoding=encoding)
-        raise OSError("the disk is full")
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", half)
-        with pytest.raises(OSError, match="the disk is full"):
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left on device") as caught:
             save({"run": 2}, file)
+    assert caught.value.filename == str(file) and list(tmp_path.iterdir()) == [file]
     assert json.loads(file.read_text()) == {"run": 1}
     save({"run": 3}, file)
     assert json.loads(file.read_text()) == {"run": 3} and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_device_that_is_full_is_named() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        save({"run": 1}, Path("/dev/full"))
 
 
 def test_a_result_is_written_through_a_link(tmp_path: Path) -> None:

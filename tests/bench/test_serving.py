@@ -9,9 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 from rich.console import Console
@@ -19,7 +21,7 @@ from rich.console import Console
 from tests.serve.running_server import NAME, running_server  # isort: skip (it may skip this file)
 
 from minillm import LLM, SamplingParams
-from minillm.bench import server_process, serving
+from minillm.bench import jupyter_process, processes, server_process, serving
 from minillm.bench.benchmarks import find
 from minillm.bench.jupyter_process import JupyterProcess
 from minillm.bench.load_client import Answer, LoadClient, LoadError
@@ -168,8 +170,8 @@ def test_an_interrupt_while_a_server_starts_ends_it(start: Callable[[], Any], mo
         return started[0]
 
     monkeypatch.setattr(subprocess, "Popen", sleeping)
-    monkeypatch.setattr(server_process, "urlopen", interrupted)
-    monkeypatch.setattr("urllib.request.urlopen", interrupted)
+    for module in (server_process, jupyter_process):
+        monkeypatch.setattr(module, "open_own", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
             start()
@@ -210,3 +212,12 @@ def test_a_server_that_is_not_there_is_listed_with_the_reason(tiny: TinyPair, mo
     monkeypatch.delenv("MINILLM_VLLM_PYTHON", raising=False)
     outcome = serving.run(str(tiny.target), systems=[serving.VLLM], rounds=1, prompts=32, new_tokens=2)
     assert outcome["rows"] == [] and "MINILLM_VLLM_PYTHON" in outcome["config"]["left_out"][serving.VLLM]
+
+
+def test_a_server_of_this_machine_is_asked_without_the_users_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(HTTPError, match="501"):  # the server's own answer: it knows no method
+            processes.open_own(f"http://127.0.0.1:{server.server_port}/", timeout=5)

@@ -139,7 +139,7 @@ def test_who_cannot_take_part_is_told_why(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(systems, "has_compiler", lambda: False)
     reasons = left_out(decode.BUNDLED, None)
     assert set(reasons) == {n for n in decode.BUNDLED if any(w in n for w in ("llama", "draft", "assist", "compiled"))}
-    assert reasons["llama.cpp Q8_0"] == "not installed: pip install 'minillm-lessons[peers]'"
+    assert reasons["llama.cpp Q8_0"] == 'not installed: pip install "minillm-lessons[peers]"'
     with pytest.raises(UnsupportedError, match="not installed"):
         llama_cpp.LlamaCpp(Path("any.gguf"), 8, 1)
 

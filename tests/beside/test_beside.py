@@ -20,6 +20,8 @@ from minillm.errors import ConfigError, TrainingError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 
+WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 # --- contrastive loss ------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +164,9 @@ def weight(rows: int = 24, columns: int = 16) -> torch.Tensor:
     "fit", [lambda w: LowRank.fit(w, 3), lambda w: Blast.fit(w, 4, 3), lambda w: Monarch.fit(w, 4)]
 )
 def test_applying_is_multiplying_by_the_dense_matrix(fit: Any) -> None:
-    w, x = weight(), torch.randn(5, 16).double()
+    w, x = weight().to(WHERE), torch.randn(5, 16).double().to(WHERE)
     fitted = fit(w)
-    assert fitted.dense().shape == w.shape
+    assert (fitted.dense().shape, fitted.dense().device) == (w.shape, w.device)
     torch.testing.assert_close(fitted.apply(x), x @ fitted.dense().T)
 
 
@@ -322,6 +324,11 @@ def test_three_ways_to_sum_gathered_rows_agree_and_send_the_same_gradients() -> 
         grads.append((found.detach(), table.grad))
     torch.testing.assert_close(grads[0], grads[1])
     torch.testing.assert_close(grads[0], grads[2])
+
+
+def test_a_sparse_product_is_on_the_device_of_its_rows() -> None:
+    matrix = incidence(torch.zeros(3, 2, dtype=torch.long, device="meta"), torch.ones(2, device="meta"), 5)
+    assert matrix.crow_indices().device == matrix.col_indices().device == matrix.device == torch.device("meta")
 
 
 def test_a_model_with_a_window_is_refused() -> None:

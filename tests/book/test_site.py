@@ -19,7 +19,7 @@ from minillm.book.techniques import markdown, techniques
 from minillm.cache.layouts import LAYOUTS, find_layout
 from minillm.commands.parser import parser
 from minillm.config import CacheConfig, EngineArgs
-from minillm.errors import ConfigError, LessonError, UnsupportedError
+from minillm.errors import ConfigError, LessonError
 from minillm.quantization.schemes import SCHEMES
 from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.methods import METHODS
@@ -112,7 +112,10 @@ def test_pages_are_kept_only_in_a_folder_of_their_own(tmp_path: Path, monkeypatc
     assert not (tmp_path / "site").exists()
     for _ in range(2):
         build_book(ROOT, tmp_path / "site", sources=pages)
-    assert (pages / "page.md").read_text() == "new"
+        assert {file.name for file in pages.iterdir()} == {"page.md", site.MARKER}
+        assert (pages / "page.md").read_text() == "new"
+        (pages / "lessons").mkdir()
+        (pages / "lessons" / "00_an_old_name.ipynb").touch()
 
 
 @pytest.mark.parametrize(("out", "sources"), [("x", "x"), ("x", "x/pages"), ("x/site", "x"), ("x", "link")])
@@ -179,12 +182,9 @@ def test_a_clone_that_is_not_installed_has_a_version_too(monkeypatch: pytest.Mon
     assert site.settings("")["version"] == __version__
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_solved_lessons_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LessonError, match="no solved lessons"):
         build_book(tmp_path, tmp_path / "site")
-    monkeypatch.setitem(site.NEEDED, "no_such_module", "no-such-package")
-    with pytest.raises(UnsupportedError, match=r"needs no-such-package: pip install 'minillm-lessons\[book\]'"):
-        build_book(ROOT, tmp_path / "site")
 
 
 def test_a_published_repository_gives_badges(tmp_path: Path) -> None:

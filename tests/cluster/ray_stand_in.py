@@ -15,6 +15,7 @@ import pytest
 NAMES = {
     "ray.exceptions": ("ObjectLostError", "OutOfMemoryError", "RayActorError", "RayTaskError"),
     "ray.serve": (),
+    "ray.serve.exceptions": ("BackPressureError",),
     "ray.serve.config": ("HTTPOptions", "RequestRouterConfig"),
     "ray.serve.handle": ("DeploymentHandle",),
     "ray.serve.request_router": ("PendingRequest", "ReplicaID", "RequestRouter", "RunningReplica"),

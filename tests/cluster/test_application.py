@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +19,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 from minillm.bench.processes import free_port
 from minillm.cluster.gateway import ReplicaLost
 from minillm.cluster.replica import HttpCall, ReplicaSettings
-from minillm.errors import ConfigError, EngineDeadError
+from minillm.errors import ConfigError, EngineDeadError, QueueOverflowError
 from minillm.serve.server import listen
 from tests.cluster.ray_stand_in import RayStandIn
 
@@ -117,6 +120,33 @@ def test_replicas_that_do_not_start_are_not_waited_for_without_end(
     assert serve.calls[-1] == "shutdown"
 
 
+class OfReplicas(BaseHTTPRequestHandler):
+    """Answers as the gateway does, and logs nothing."""
+
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_own_address_is_not_asked_for_through_a_proxy(
+    application: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with HTTPServer(("127.0.0.1", 0), OfReplicas) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            application._wait_until_it_answers(f"http://127.0.0.1:{server.server_port}", time.monotonic() + 1)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 class BrokenAnswer:
     """Of a replica that is lost after the first piece."""
 
@@ -143,3 +173,40 @@ def test_the_gateway_learns_that_a_replica_is_lost(application: ModuleType, loss
     with pytest.raises(ReplicaLost, match=loss):
         asyncio.run(read())
     assert answer.cancelled
+
+
+def test_a_gateway_whose_queue_is_full_says_so(application: ModuleType) -> None:
+    full = sys.modules["ray.serve.exceptions"].BackPressureError
+    answer = BrokenAnswer(full())
+
+    def cancel() -> None:
+        raise full
+
+    answer.cancel = cancel
+    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda call: answer))
+
+    async def read() -> list[object]:
+        call = HttpCall("GET", "/v1/models", (), b"")
+        return [piece async for piece in application.ServeReplicas(handle).send(call)]
+
+    with pytest.raises(QueueOverflowError, match="try again later"):
+        asyncio.run(read())
+
+
+def test_a_replica_is_sent_as_many_requests_as_its_queue_takes(
+    application: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an engine runs fewer at once than `max_num_seqs`, and nothing is ever answered 503."""
+    deployed: dict[str, dict[str, Any]] = {}
+
+    def deployment(what: object, name: str, **options: Any) -> SimpleNamespace:
+        deployed[name] = options
+        return SimpleNamespace(bind=lambda *_: None)
+
+    monkeypatch.setattr(application, "serve", SimpleNamespace(deployment=deployment, ingress=lambda _: lambda: None))
+    monkeypatch.setattr(application, "RequestRouterConfig", dict)
+    replica = ReplicaSettings("minicoder", max_num_queued_reqs=700)
+    application.build_application(application.ClusterSettings(replica, num_replicas=3), "minillm")
+    assert deployed["Replica"]["max_ongoing_requests"] == 700
+    assert deployed["Replica"]["max_queued_requests"] == 2100
+    assert deployed["Gateway"]["max_ongoing_requests"] > 2100 + 2100

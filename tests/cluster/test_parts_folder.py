@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,20 @@ def test_a_part_written_twice_is_one_file(tmp_path: Path) -> None:
         folder.write(0, 2, [{"id": 0}])
         folder.write(0, 2, [{"id": 0}])
     assert len(list(tmp_path.glob("part-*"))) == 1
+
+
+def test_a_part_that_the_disk_has_no_room_for_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with PartsFolder(tmp_path, JOB).open() as folder:
+        before = set(tmp_path.iterdir())
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            folder.write(0, 2, [{"id": 0}])
+    assert caught.value.filename == str(folder.path(0, 2)) and set(tmp_path.iterdir()) == before
 
 
 def test_names_sort_by_range_and_depend_on_job_and_range(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from minillm import cli
 from minillm.bench.processes import free_port
@@ -46,11 +47,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_without_ray_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("minillm.cluster.session.NEEDED", ("ray",))
     for words in (["serve", "minicoder"], ["sweep", "--out", "x"], ["failover"]):
         said = refusal(capsys, *words)
-        assert said == "minillm: ray is not installed; run: pip install 'minillm-lessons[ray]'\n"
+        assert said == 'minillm: ray is not installed; run: pip install "minillm-lessons[ray]"\n'
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -266,6 +267,24 @@ def test_what_was_given_reaches_the_sweep(monkeypatch: pytest.MonkeyPatch) -> No
         "rounds": 2,
         "weights": "int8",
     }
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("words", "job"),
+    [(["failover"], "failover.run"), (["sweep", "--out", "here"], "sweep.sweep")],
+)
+def test_a_table_in_a_file_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], job: str
+) -> None:
+    module = job.partition(".")[0]
+    long, wide = "x" * 150, Table("a column")
+    wide.add_row(long)
+    monkeypatch.setattr(f"minillm.cluster.{job}", lambda *_: None)
+    monkeypatch.setattr(f"minillm.cluster.{module}.table", lambda _: wide)
+    monkeypatch.setattr("minillm.cluster.failover.passed", lambda _: True)
+    assert cli.main(["cluster", *words]) == 0
+    assert long in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("installed")

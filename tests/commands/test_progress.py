@@ -39,6 +39,17 @@ def test_the_lessons_are_those_that_lab_opens(tmp_path, monkeypatch):
     assert [file.resolve() for file in progress.notebooks(None)] == [copies.resolve() / "00_tour.ipynb"]
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert main(["lab", "--no-open", "--dir=~/course"]) == 0
+    assert (tmp_path / "course" / "00_tour.ipynb").exists()
+    (tmp_path / "none").mkdir()
+    assert main(["progress", "~/none"]) == 2
+    assert f"{tmp_path / 'none'} has no notebook of a lesson" in capsys.readouterr().err
+    assert lab.user_path("~no-such-user/x") == Path("~no-such-user/x")
+
+
 def test_an_empty_folder_is_an_error(tmp_path, capsys):
     assert main(["progress", str(tmp_path)]) == 2
     assert "no notebook of a lesson" in capsys.readouterr().err

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -34,10 +34,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_without_the_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.setattr(serve, "NEEDED", ("argparse", "uvicorn"))
-    assert refusal(capsys) == "minillm: uvicorn is not installed; run: pip install 'minillm-lessons[serve]'\n"
+    assert refusal(capsys) == 'minillm: uvicorn is not installed; run: pip install "minillm-lessons[serve]"\n'
 
 
 @pytest.mark.usefixtures("installed")
@@ -167,6 +166,57 @@ def test_the_log_level_shows_what_is_ignored_in_a_request(capsys: pytest.Capture
     from minillm.serve.server import make_server
 
     for level, is_shown in (("debug", True), ("info", False), ("trace", True)):
-        make_server(FastAPI(), None, level, access_log=False)
+        make_server(FastAPI(), None, None, level, access_log=False)
         CompletionRequest(prompt="a", field_of_the_future=1).check_fields("fcfs")
         assert ("a field 'field_of_the_future', which is ignored" in capsys.readouterr().err) == is_shown
+
+
+@pytest.fixture
+def open_files() -> Iterator[Any]:
+    """The module `resource`. The limit of open files is as it was after the test."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_server_may_open_as_many_files_as_the_system_lets_it(open_files: Any) -> None:
+    from minillm.serve.server import OPEN_FILES, allow_open_files
+
+    _, hard = open_files.getrlimit(open_files.RLIMIT_NOFILE)
+    open_files.setrlimit(open_files.RLIMIT_NOFILE, (256, hard))
+    for _ in range(2):
+        allow_open_files(1024)
+        soft, kept = open_files.getrlimit(open_files.RLIMIT_NOFILE)
+        assert kept == hard and soft == (OPEN_FILES if hard == open_files.RLIM_INFINITY else min(OPEN_FILES, hard))
+
+
+@pytest.mark.usefixtures("installed", "own_logger")
+@pytest.mark.parametrize(("num_requests", "is_too_few"), [(1024, True), (100, False)])
+def test_too_few_open_files_for_the_queue_are_reported(
+    open_files: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_requests: int,
+    is_too_few: bool,
+) -> None:
+    from minillm.serve.server import allow_open_files
+
+    with monkeypatch.context() as patch:
+        patch.setattr(open_files, "getrlimit", lambda which: (256, 256))
+        patch.setattr(open_files, "setrlimit", lambda *_: None)
+        allow_open_files(num_requests)
+    assert ("may open 256 files at once" in caplog.text) == is_too_few
+
+
+@pytest.mark.usefixtures("installed", "own_logger")
+def test_the_command_provides_for_as_many_open_files_as_its_queue_is_long(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("minillm.serve.server.allow_open_files", asked.append)
+    monkeypatch.setattr("minillm.serve.server.Server.run", lambda server, sockets: sockets[0].close())
+    words = ["--port", "0", "--device", "cpu", "--enforce-eager", "--max-num-queued-reqs", "700"]
+    assert cli.main(["serve", str(tiny.target), *words]) == 0
+    assert asked == [700]

@@ -69,9 +69,15 @@ def test_nothing_before_the_cursor_is_refused(fills: Tokenizer) -> None:
         made(fills, " \n", "x = 1")
 
 
-def test_a_mark_in_the_code_is_refused(fills: Tokenizer) -> None:
+@pytest.mark.parametrize("suffix", ["x", ""])
+def test_a_mark_in_the_code_is_refused(fills: Tokenizer, suffix: str) -> None:
     with pytest.raises(PromptError, match="the prefix contains"):
-        made(fills, f"mark = '{FIM_TOKENS[0]}'", "x")
+        made(fills, f"mark = '{FIM_TOKENS[0]}'", suffix)
+
+
+def test_what_is_no_token_of_the_model_is_no_mark(fills: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.fill_in_the_middle.FIM_TOKENS", ("<|no such token|>",))
+    assert made(fills, "mark = '<|no such token|>'").token_ids
 
 
 @pytest.mark.parametrize("suffix", ["", "".join(LINES[:50])])

@@ -92,10 +92,12 @@ def test_both_limits_of_a_cpu_are_measured(monkeypatch):
     assert all(0 < c.low <= c.median <= c.high for c in found)
 
 
-def test_a_gpu_that_another_process_has_filled_is_left_out(monkeypatch):
+@pytest.mark.parametrize("reason", [None, "CUDA error: no kernel image is available"])
+def test_a_gpu_that_another_process_has_filled_or_that_cannot_be_used_is_left_out(monkeypatch, reason):
     monkeypatch.setattr(machine_limits, "CPU_COPY_BYTES", 2**20)
     monkeypatch.setattr(machine_limits, "CPU_MATMUL_SIZE", 64)
-    monkeypatch.setattr(machine_limits, "gpu", lambda: Gpu("NVIDIA H100", (9, 0), 80 * 2**30, 0))
+    monkeypatch.setattr(machine_limits, "gpu", lambda: Gpu("Tesla P100", (6, 0), 2**34, 2**33 if reason else 0))
+    monkeypatch.setattr(machine_limits, "unusable_reason", lambda device: reason)
     assert [limit.device for limit in machine_limits.measure(repeats=5)] == ["cpu", "cpu"]
 
 

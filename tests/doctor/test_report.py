@@ -36,6 +36,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch):
 
     def pretend(card: Gpu | None) -> None:
         monkeypatch.setattr(checks, "gpu", lambda: card)
+        monkeypatch.setattr(checks, "unusable_reason", lambda device: None)
         if card is not None:
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card.capability)
 
@@ -126,6 +127,16 @@ def test_a_gpu_without_free_memory_is_limited(on_gpu):
     assert row.status == "limited" and "0.0 GiB of 80.0 GiB free" in row.found and "device='cpu'" in row.fix
 
 
+def test_a_gpu_that_pytorch_has_no_code_for_is_limited(on_gpu, monkeypatch):
+    on_gpu(P100)
+    monkeypatch.setattr(checks, "unusable_reason", lambda device: "CUDA error: no kernel image is available")
+    row = checks.device()
+    assert row.status == "limited" and P100.name in row.found
+    assert row.meaning.startswith("The engine runs on the CPU")
+    assert row.meaning.endswith("cannot use this GPU: CUDA error: no kernel image is available.")
+    assert " · CPU, " in checks.machine()
+
+
 @pytest.mark.parametrize(("cuda", "hip", "build"), [("12.8", None, "CUDA 12.8"), (None, "6.4", "ROCm 6.4")])
 def test_the_library_that_pytorch_was_built_for_is_named(monkeypatch, cuda, hip, build):
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -152,7 +163,6 @@ def test_triton_from_a_package_of_another_name_has_its_version(on_gpu, instead, 
 @pytest.mark.parametrize(
     ("card", "has_triton", "status", "words"),
     [
-        (None, True, "ok", ["none of", "no GPU", "compiled step"]),
         (H100, True, "ok", ["sm_90", "Every operation"]),
         (T4, True, "limited", ["sm_75", "PyTorch runs the others, correct but slower: w8a8_linear."]),
         (H100, False, "limited", ["0 of", "PyTorch operations instead"]),
@@ -166,13 +176,30 @@ def test_kernels_are_those_that_the_dispatch_chooses(on_gpu, monkeypatch, card, 
     assert all(word in f"{row.found} {row.meaning}" for word in words), row
 
 
-def test_missing_triton_has_a_fix_that_this_system_can_do(instead, monkeypatch):
+def test_kernels_are_no_row_without_a_gpu(on_gpu):
+    on_gpu(None)
+    assert "GPU kernels" not in {row.name for row in checks.run_checks()}
+    on_gpu(H100)
+    assert "GPU kernels" in {row.name for row in checks.run_checks()}
+
+
+def test_missing_triton_has_a_fix_only_where_it_can_be_installed(instead, monkeypatch):
     instead("triton", "raise ModuleNotFoundError")
-    assert checks.triton().found == "not installed"
     monkeypatch.setattr(sys, "platform", "linux")
-    assert (checks.triton().status, checks.triton().fix) == ("limited", "pip install triton")
+    row = checks.triton()
+    assert (row.status, row.found, row.fix) == ("missing", "not installed", "pip install triton")
+    assert row.meaning.startswith("Lessons 8 and 9 do not run;")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert "WSL" in checks.triton().fix
+    row = checks.triton()
+    assert (row.status, row.fix, row.trouble) == ("limited", "", False)
+    assert row.meaning.startswith("Lessons 8 and 9 do not run;") and "WSL" in row.found
+
+
+def test_missing_numba_says_which_lesson_does_not_run(instead):
+    instead("numba", "raise ModuleNotFoundError")
+    row = checks.numba()
+    assert (row.status, row.fix) == ("missing", "pip install numba")
+    assert row.meaning.startswith("Lesson 15 does not run;")
 
 
 def test_missing_pytorch_is_reported_not_raised(without):
@@ -185,7 +212,16 @@ def test_missing_pytorch_is_reported_not_raised(without):
 def test_broken_install_is_told_from_a_missing_one(instead):
     instead("numba", "raise OSError('libsomething.so: cannot open\\nsecond line')")
     assert checks.numba().found == "numba is broken: libsomething.so: cannot open"
-    assert checks.numba().status == "limited"
+    assert checks.numba().fix == "pip install --force-reinstall numba"
+
+
+@pytest.mark.parametrize(("system", "also"), [("linux", ""), ("win32", ", and the Visual C++ Redistributable")])
+def test_a_broken_pytorch_is_installed_again(without, monkeypatch, system, also):
+    without("torch", OSError("a library cannot be loaded"))
+    monkeypatch.setattr(sys, "platform", system)
+    assert checks.pytorch().fix.startswith(f"pip install --force-reinstall torch{also}")
+    without("torch", ModuleNotFoundError("No module named 'torch'"))
+    assert checks.pytorch().fix == "pip install torch"
 
 
 def test_an_install_that_ends_the_process_is_told(instead):
@@ -213,11 +249,26 @@ def test_colab_needs_no_jupyterlab(monkeypatch):
     assert checks.lab().status == "ok"
 
 
-@pytest.mark.parametrize(("used", "status"), [(1, "limited"), (4, "ok"), (8, "limited")])
-def test_threads_are_compared_with_the_cores(monkeypatch, used, status):
+@pytest.mark.parametrize(
+    ("used", "limits", "status", "fix"),
+    [
+        (1, ["OMP_NUM_THREADS"], "limited", "unset OMP_NUM_THREADS"),
+        (1, ["MKL_NUM_THREADS"], "limited", "unset MKL_NUM_THREADS"),
+        (2, [], "ok", ""),  # PyTorch's own choice, as on Apple's processors
+        (4, [], "ok", ""),
+        (8, ["OMP_NUM_THREADS"], "limited", "set OMP_NUM_THREADS=4"),
+    ],
+)
+def test_threads_are_compared_with_the_cores(monkeypatch, used, limits, status, fix):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name in limits:
+        monkeypatch.setenv(name, str(used))
     monkeypatch.setattr(checks, "cpu", lambda: Cpu("four cores", 4, 4, ()))
     monkeypatch.setattr(torch, "get_num_threads", lambda: used)
-    assert checks.threads().status == status
+    row = checks.threads()
+    assert (row.status, row.fix) == (status, fix)
+    assert all(f"{name}={used}" in row.found for name in limits)
 
 
 def test_little_memory_is_told(monkeypatch):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,11 @@ from torch import Tensor, nn
 
 from minillm import LLM, SamplingParams, hardware
 from minillm.cache.paged import PagedKVCache
-from minillm.config import EngineArgs
+from minillm.config import CacheConfig, EngineArgs
 from minillm.engine import assembly, placement, runner_plans
 from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedError
 from minillm.models import bundled
+from minillm.models.calibration import CalibrationTexts
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_config, load_model, save_llama
 from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS
@@ -31,6 +34,10 @@ from minillm.quantization.int8 import Int8
 from minillm.runtime import cpu_executor, packed_decoder
 from minillm.runtime.cpu_executor import CpuExecutor
 from minillm.runtime.runner import ModelRunner
+from minillm.speculative.draft_heads import HeadsShape
+from minillm.speculative.long_model import LongShape
+from minillm.speculative.prompt_tokens import PromptTokensShape
+from minillm.speculative.spire_model import SpireShape
 from tests.conftest import TinyPair
 from tests.engine.tiny_engines import pair
 
@@ -263,26 +270,47 @@ def unlike(tiny: TinyPair, tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
-def test_a_draft_with_another_number_of_logits_is_refused(tiny: TinyPair, unlike: Callable[..., Path]) -> None:
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if a model is loaded."""
+    monkeypatch.setattr(placement, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+
+
+@pytest.mark.parametrize("method", ["draft_model", "draft_tree", "staged"])
+def test_a_draft_with_another_tokenizer_is_refused(
+    method: str, tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing_loads(monkeypatch)
+    with pytest.raises(TokenizerMismatchError, match="'minicoder-draft' has another tokenizer than the target"):
+        LLM(str(tiny.target), speculative_config={"method": method, "model": "minicoder-draft"})
+
+
+def test_a_draft_with_another_number_of_logits_is_refused(
+    tiny: TinyPair, unlike: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its tokenizer is the target's: only the padding of the vocabulary differs."""
     folder = unlike(vocab_size=320)
+    nothing_loads(monkeypatch)
     with pytest.raises(TokenizerMismatchError, match=rf"'{folder}' has 320 logits, the target 300; use a draft model"):
         LLM(str(tiny.target), speculative_config={"model": str(folder)})
 
 
-def test_a_draft_with_a_shorter_context_is_refused(tiny: TinyPair, unlike: Callable[..., Path]) -> None:
+def test_a_draft_with_a_shorter_context_is_refused(
+    tiny: TinyPair, unlike: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = unlike(max_position_embeddings=128)
     for most, words in ((None, 256), (129, 129)):
-        with pytest.raises(ConfigError, match=f"context of 128 tokens, less than max_model_len={words}; lower max_mod"):
+        told = f"context of 128 tokens, less than max_model_len={words}; lower max_mod"
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=told):
+            nothing_loads(patch)
             LLM(str(tiny.target), speculative_config={"model": str(folder)}, max_model_len=most)
     assert LLM(str(tiny.target), speculative_config={"model": str(folder)}, max_model_len=128).max_model_len == 128
 
 
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that PyTorch sees a full, old GPU 0 and an empty, new GPU 1."""
-    free, capability = (0, 2**30), ((7, 5), (8, 0))
+    free, cards = (0, 2**30), (SimpleNamespace(major=7, minor=5), SimpleNamespace(major=8, minor=0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free[_index(device)], 2**30))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[_index(device)])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: cards[_index(device)])
 
 
 def _index(device: Any) -> int:
@@ -294,8 +322,93 @@ def test_the_blocks_are_counted_in_the_memory_of_the_gpu_that_will_hold_them(mon
     two_gpus(monkeypatch)
     args = EngineArgs(model="", gpu_memory_utilization=0.5, max_num_seqs=1024, block_size=16)
     assert assembly._num_blocks(args, 2**20, 4096, torch.device("cuda:1")) == 512
-    with pytest.raises(ConfigError, match="a cache of 0 bytes holds no block"):
+    with pytest.raises(
+        ConfigError, match=r"a cache of 0 bytes holds no block .* raise gpu_memory_utilization or lower b"
+    ):
         assembly._num_blocks(args, 2**20, 4096, torch.device("cuda:0"))
+    with pytest.raises(
+        ConfigError, match=r"a cache of 9 bytes holds no block .* raise kv_cache_memory_bytes or lower b"
+    ):
+        assembly._num_blocks(replace(args, kv_cache_memory_bytes=9), 2**20, 4096, torch.device("cuda:0"))
+
+
+def test_memory_that_pytorch_keeps_of_an_engine_before_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts it as used until PyTorch gives it back."""
+    kept = [1000 * 2**20]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30 - sum(kept), 2**30))
+    args = EngineArgs(model="", gpu_memory_utilization=0.5, max_num_seqs=1024, block_size=16)
+    assert assembly._num_blocks(args, 2**20, 4096, torch.device("cuda")) == 512
+
+
+@pytest.mark.parametrize("needed", [2**31, 2**63])  # the second is more than PyTorch can count
+def test_a_cache_that_a_gpu_has_no_memory_for_is_told_with_what_is_free(
+    needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_gpus(monkeypatch)
+    with pytest.raises(ConfigError) as told, runner_plans.memory_for(20, needed, torch.device("cuda:1")):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    expected = f"20 cache blocks need {needed / 2**20:,.0f} MiB, and cuda:1 has 1,024 MiB free; lower num_kv_blocks or"
+    assert str(told.value) == f"{expected} max_model_len"
+
+
+def test_each_cache_is_on_the_device_of_its_model(tiny: TinyPair) -> None:
+    """That of a tensor-parallel rank has the number of the rank, whatever number `device` has."""
+    place = placement.Placement(torch.float32, torch.device("meta"), may_move_weights=False)
+    plans = runner_plans.RunnerPlans(place, 16, PagedKVCache, CacheConfig(), CalibrationTexts(None))
+    runner = plans.new_runner(load_model(tiny.target, torch.float32))
+    plans.allocate(2)
+    assert runner.cache.keys.device == runner.device == torch.device("cpu")
+
+
+NO_CODE = "CUDA error: no kernel image is available for execution on the device"
+
+
+@pytest.fixture
+def unusable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that PyTorch counts a GPU that its build has no code for."""
+    really = torch.ones
+
+    def ones(*shape: int, device: torch.device, **options: Any) -> Tensor:
+        if device.type == "cuda":
+            raise RuntimeError(f"{NO_CODE}\nCUDA kernel errors might be asynchronously reported")
+        return really(*shape, device=device, **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", ones)
+
+
+def test_a_gpu_that_cannot_be_used_is_left_out_with_a_warning(unusable_gpu: None) -> None:
+    with pytest.warns(UserWarning, match=rf"the GPU cannot be used \({NO_CODE}\); say device='cpu'"):
+        assert placement.choose_device("auto") == torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert placement.choose_device("cpu") == torch.device("cpu")
+
+
+def test_a_gpu_that_is_named_and_cannot_be_used_is_refused(unusable_gpu: None) -> None:
+    with pytest.raises(ConfigError, match=rf"device='cuda:0' cannot be used here \({NO_CODE}\); use 'cpu'"):
+        placement.choose_device("cuda:0")
+
+
+def test_a_gpu_that_can_be_used_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(placement.hardware, "unusable_reason", lambda name: None)
+    assert placement.choose_device("auto") == torch.device("cuda")
+    assert placement.choose_device("cuda:1") == torch.device("cuda:1")
+
+
+def test_a_device_without_float64_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling computes in it, and Apple's GPUs (`mps`) have none."""
+    really = torch.ones
+
+    def ones(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Tensor:
+        if dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return really(*shape)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    assert hardware.unusable_reason("mps") == "Cannot convert a MPS Tensor to float64 dtype"
 
 
 @pytest.mark.parametrize("free, num_blocks", [(80 * 2**20, 10), (8 * 2**30, 4 * 256)])
@@ -333,6 +446,60 @@ def test_the_gpu_of_the_model_decides_whether_there_is_bfloat16(monkeypatch: pyt
 def test_options_of_drafters_are_checked_before_any_model_is_loaded(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    monkeypatch.setattr(placement, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    nothing_loads(monkeypatch)
     with pytest.raises(error, match=words):
         LLM(str(tiny.target), speculative_config=speculation)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "most"),
+    [
+        ({"method": "draft_tree", "model": "minicoder-draft", "num_speculative_tokens": 20}, 14),
+        ({"method": "heads", "num_speculative_tokens": 6}, 5),
+        ({"method": "prompt_tokens", "num_speculative_tokens": 5}, 4),
+        ({"method": "ngram", "fallback": {"method": "heads", "num_speculative_tokens": 6}}, 5),
+    ],
+)
+def test_more_drafts_than_a_method_can_propose_are_refused_before_any_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], most: int
+) -> None:
+    nothing_loads(monkeypatch)
+    with pytest.raises(ConfigError, match=rf"num_speculative_tokens=\d+ is more than this .* per round, {most}; lower"):
+        LLM("minicoder", speculative_config=speculation)
+
+
+@pytest.mark.parametrize("method", ["heads", "prompt_tokens", "spire", "long"])
+def test_a_drafter_that_was_trained_for_another_target_is_refused_before_any_model_is_loaded(
+    tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Weights are not needed for that."""
+    shapes = {"heads": HeadsShape, "prompt_tokens": PromptTokensShape, "spire": SpireShape, "long": LongShape}
+    nothing_loads(monkeypatch)
+    own = load_config(tiny.target)
+    for hidden_size, vocab_size, error, words in (
+        (own.hidden_size + 8, own.vocab_size, ConfigError, "a target with hidden size"),
+        (own.hidden_size, own.vocab_size + 1, TokenizerMismatchError, "a vocabulary of 301 tokens, the target has 300"),
+    ):
+        shape = asdict(shapes[method](hidden_size=hidden_size))
+        content = {"method": method, "target": "another", "target_fingerprint": "", "vocab_size": vocab_size}
+        (tmp_path / "config.json").write_text(json.dumps({**content, "shape": shape}))
+        with pytest.raises(error, match=words):
+            LLM(str(tiny.target), speculative_config={"method": method, "model": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"kv_cache_config": {"layout": "snapkv", "budget": 10}}, ConfigError, "budget=10 must be above window=32"),
+        ({"kv_cache_config": {"layout": "sinks", "window": 0}}, ConfigError, "window=0 must be"),
+        ({"kv_cache_config": {"layout": "lorc", "key_share": [0.5]}}, ConfigError, "key_share has 1 numbers for 2 la"),
+        ({"ops": {"paged_atention": paged_attention}}, UnsupportedError, "can replace: paged_attention, tree_attenti"),
+        ({"ops": {"x": print}, "kv_cache_config": {"layout": "sinks"}}, UnsupportedError, "it can replace: nothing"),
+    ],
+)
+def test_options_of_the_cache_are_checked_before_any_model_is_loaded(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    nothing_loads(monkeypatch)
+    with pytest.raises(error, match=words):
+        LLM(str(tiny.target), **options)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export import gguf as exporter
 from minillm.export.gguf import TYPES, architecture_of, export_gguf, interleave
 from minillm.export.gguf_tokenizer import gguf_tokenizer
+from minillm.models.config import RopeConfig
 from minillm.models.held_out import held_out_prompts
 from minillm.models.hub import resolve
 from minillm.models.loading import load_config, load_model, save_llama, stored_tensors
@@ -167,6 +170,77 @@ def test_tokens_around_a_text_that_the_file_cannot_state_are_no_agreement(
 ) -> None:
     folder = with_template(tiny.target, tmp_path / "model", template, None)
     assert gguf_tokenizer(Tokenizer.from_folder(folder), 300).agreement == 0
+
+
+def edit(folder: Path, name: str, **values: object) -> None:
+    """Set entries of one of the checkpoint's JSON files; without a file it begins empty."""
+    file = folder / name
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**stored, **values}))
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_tokenizer", "expected", "left_out"),
+    [
+        (0, "<|endoftext|>", (0,), None),
+        (None, "<|endoftext|>", (0,), None),
+        ([7, 0], "<|endoftext|>", (7, 0), "0 (<|endoftext|>)"),
+        ([7, 9], "<|endoftext|>", (7, 9, 0), "9 ("),
+        (7, None, (7,), None),
+    ],
+)
+def test_the_file_names_one_end_of_text_and_the_summary_the_others(
+    tiny: TinyPair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    of_config: object,
+    of_tokenizer: str | None,
+    expected: tuple[int, ...],
+    left_out: str | None,
+) -> None:
+    folder = shutil.copytree(tiny.target, tmp_path / "model")
+    edit(folder, "config.json", eos_token_id=of_config)
+    edit(folder, "tokenizer_config.json", eos_token=of_tokenizer)
+    export = export_gguf(str(folder), tmp_path / "out.gguf", "f32")
+    assert export.end_tokens == expected
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == expected[0]
+    cli.main(["export", str(folder), "--gguf", str(tmp_path / "again.gguf")])
+    printed = capsys.readouterr().out
+    assert f"The file cannot name {left_out}" in printed if left_out else "cannot name" not in printed
+
+
+def test_a_checkpoint_without_an_end_of_text_is_refused_before_it_is_loaded(
+    tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny.target, tmp_path / "model")
+    edit(folder, "config.json", eos_token_id=None)
+    edit(folder, "tokenizer_config.json", eos_token=None)
+    monkeypatch.setattr(exporter, "load_model", lambda *_: pytest.fail("loaded first"))
+    with pytest.raises(UnsupportedError, match=r"names no end-of-text token.*; name one as eos_token in tokenizer_con"):
+        export_gguf(str(folder), tmp_path / "out.gguf", "f32")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_chat_templates_are_written_or_missed(
+    tiny: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(tiny.target, tmp_path / "model")
+    cli.main(["export", str(folder), "--gguf", str(tmp_path / "none.gguf")])
+    assert "No chat template" in capsys.readouterr().out
+    assert "tokenizer.chat_template" not in gguf.GGUFReader(tmp_path / "none.gguf").fields
+    edit(folder, "tokenizer_config.json", chat_template="{{ messages[0].content }}")
+    cli.main(["export", str(folder), "--gguf", str(tmp_path / "one.gguf")])
+    assert "No chat template" not in capsys.readouterr().out
+    fields = gguf.GGUFReader(tmp_path / "one.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages[0].content }}"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    export_gguf(str(folder), tmp_path / "two.gguf", "f32")
+    fields = gguf.GGUFReader(tmp_path / "two.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "{{ tools }}"
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
@@ -324,8 +398,8 @@ def test_mistakes_are_told_before_anything_is_loaded(
     ):
         with pytest.raises(ConfigError, match=words):
             export_gguf(str(tiny.target), file, kind)
-    monkeypatch.setattr(exporter.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'minillm-lessons\[peers\]'"):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UnsupportedError, match=r'pip install "minillm-lessons\[peers\]"'):
         export_gguf(str(tiny.target), tmp_path / "out.gguf", "f32")
 
 
@@ -358,6 +432,17 @@ def test_the_command_says_what_it_wrote(tiny: TinyPair, tmp_path: Path, capsys: 
 
 def test_the_family_is_told_by_the_shape() -> None:
     assert architecture_of(load_config(resolve("minicoder"))) == "llama"
+
+
+def test_yarn_with_default_numbers_is_exported_whether_they_are_stated_or_not() -> None:
+    config = load_config(resolve("minicoder"))
+    plain = {"factor": 4.0, "original_max_position_embeddings": 512}
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": 0.1 * math.log(4) + 1}
+    for stated in ({}, usual):
+        assert architecture_of(replace(config, rope=RopeConfig(1e4, "yarn", {**plain, **stated}))) == "llama"
+    for stated in ({"beta_fast": 8.0}, {"beta_slow": 3.0}, {"truncate": False}, {"attention_factor": 1.0}):
+        with pytest.raises(UnsupportedError, match=f"YaRN with a custom {next(iter(stated))} cannot be exported"):
+            architecture_of(replace(config, rope=RopeConfig(1e4, "yarn", {**plain, **stated})))
 
 
 def test_scaling_that_llama_cpp_reads_only_in_a_llama_is_refused() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -96,13 +98,25 @@ def test_a_class_gets_papers_keys_and_a_table(tmp_path, capsys) -> None:
     assert main([*arguments, "--class", str(students), "--out", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(out / "answers.csv")
     assert {path.name for path in out.rglob("*.md")} == {"alice.md", "bob.md"}
-    with (out / "answers.csv").open(encoding="utf-8") as table:
+    assert (out / "answers.csv").read_bytes().startswith(b"\xef\xbb\xbf"), "Excel reads UTF-8 only with this mark"
+    with (out / "answers.csv").open(encoding="utf-8-sig") as table:
         rows = list(csv.DictReader(table))
     assert [(row["student"], row["part"]) for row in rows] == list(
         itertools.product(["alice", "bob"], ["static", "continuous"])
     )
     assert main([*arguments, "--student", "alice"]) == 0
     assert capsys.readouterr().out == (out / "papers" / "alice.md").read_text(encoding="utf-8")
+
+
+def test_a_paper_goes_to_a_file_that_is_not_utf_8(tmp_path, monkeypatch) -> None:
+    """As on Windows, where a file that stdout is sent to is not."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    assert main(["--secret-file", str(tmp_path / "secret"), "--student", "Ζωή", "--questions", "07.batching"]) == 0
+    sys.stdout.flush()
+    assert written.getvalue().decode().startswith("# exam: Ζωή")
 
 
 def test_a_list_of_a_spreadsheet_is_read_or_refused(tmp_path, capsys) -> None:

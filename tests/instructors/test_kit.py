@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -104,6 +106,17 @@ def test_a_lesson_lists_all_its_mistakes(capsys) -> None:
     listed = capsys.readouterr().out
     assert "  counts the keys and forgets the values\n" in listed and "l02.best_r\n" in listed and "l03." not in listed
     assert mistakes.main(["--all", "77"]) == 2
+
+
+def test_a_listing_goes_to_a_file_that_is_not_utf_8(monkeypatch) -> None:
+    """As on Windows, where a file that stdout is sent to is not."""
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert mistakes.main(["--all"]) == 0
+    sys.stdout.flush()
+    listed = written.getvalue().decode()
+    assert listed == mistakes.listing([]) and not listed.isascii()
 
 
 def test_pictures_are_files_that_can_be_shown(tmp_path, capsys) -> None:

@@ -181,10 +181,13 @@ def test_yarn_added_afterwards_widens_the_context() -> None:
     assert model_config(longer).max_position_embeddings == 256, "what is stated is not shortened"
 
 
-def test_every_end_token_counts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**MINIMAL, "eos_token_id": 3}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
-    assert load_config(tmp_path).eos_token_ids == (3, 5)
+def test_end_tokens_are_those_of_the_generation_config_if_there_is_one(tmp_path: Path) -> None:
+    """As in vLLM."""
+    (tmp_path / "config.json").write_text(json.dumps({**MINIMAL, "eos_token_id": [3, 4]}))
+    assert load_config(tmp_path).eos_token_ids == (3, 4)
+    for named, expected in (([5, 3, 5], (5, 3)), (6, (6,)), (None, ())):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert load_config(tmp_path).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("llama")])

@@ -184,6 +184,7 @@ OTHER_DECODERS = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "v_head_dim": 128,
+    "per_layer_config": {"0": {"num_key_value_heads": 1}},
 }
 """Fields with which other decoders compute something else, and a value with which they do."""
 

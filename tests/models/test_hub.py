@@ -125,6 +125,8 @@ def test_only_what_is_read_is_fetched(weights: Path, monkeypatch: pytest.MonkeyP
 
     offered = [
         "README.md",
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.jinja",
         "config.json",
         "consolidated.safetensors",
         "generation_config.json",
@@ -133,7 +135,9 @@ def test_only_what_is_read_is_fetched(weights: Path, monkeypatch: pytest.MonkeyP
         "model.safetensors.index.json",
         "modeling_own.py",
         "onnx/config.json",
+        "onnx/model.safetensors",
         "original/consolidated.00.pth",
+        "original/tokenizer.model",
         "pytorch_model.bin",
         "tokenizer.json",
         "tokenizer.model",
@@ -151,7 +155,9 @@ def test_only_what_is_read_is_fetched(weights: Path, monkeypatch: pytest.MonkeyP
         "consolidated.safetensors",
         "modeling_own.py",
         "onnx/config.json",
+        "onnx/model.safetensors",
         "original/consolidated.00.pth",
+        "original/tokenizer.model",
         "pytorch_model.bin",
     }
 

@@ -164,6 +164,15 @@ def test_the_measured_facts_of_the_model_stay_with_it(
     assert (tmp_path / "out" / "training.json").read_text() == "{}"
 
 
+def test_every_chat_template_stays_with_the_model(source: Path, tmp_path: Path) -> None:
+    (source / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (source / name).write_text(name)
+    save_quantized(quantised(source, make_scheme("int4")), source, tmp_path / "out")
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "out" / name).read_text() == name
+
+
 def test_names_without_the_prefix_and_a_folder_named_like_the_tokenizer_do_not_stop_it(tmp_path: Path) -> None:
     """The quantised checkpoint has the names with the prefix."""
     source, tied = tmp_path / "in", random_decoder(tie_word_embeddings=True)
@@ -367,18 +376,21 @@ def test_a_folder_that_is_there_is_filled_from_within_or_stays_empty(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out = quantised(source, make_scheme("int8")), tmp_path / "out"
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
     out.mkdir()
     real, moved = Path.rename, []
 
     def rename(file: Path, target: Path) -> Path:
-        if moved:
-            raise OSError("the second file fails")
+        if file.name == "config.json":
+            raise OSError("the last file fails")
         moved.append(file)
         return real(file, target)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="the second file fails"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the last file fails"):
         patch.setattr(Path, "rename", rename)
         save_quantized(model, source, out)
+    assert len(moved) == 2, "the weights, and the folder of chat templates"
     assert out in moved[0].parents, "its parent may be another disk, or not be writable"
     assert list(out.iterdir()) == []
     save_quantized(model, source, out)

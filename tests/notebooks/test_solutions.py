@@ -13,8 +13,9 @@ import pytest
 from minillm import cli
 from minillm.teaching.course import Lesson, choose, read_notebook
 from minillm.teaching.grading.grades import Status
-from minillm.teaching.grading.one_submission import Grader, Rules, exercises_in
+from minillm.teaching.grading.one_submission import Grader, Rules
 from minillm.teaching.grading.student_process import StudentProcess
+from minillm.teaching.registry import of_lesson
 
 ROOT = Path(__file__).parents[2]
 LESSONS = choose(ROOT)
@@ -32,7 +33,7 @@ def grader() -> Iterator[Grader]:
 @every_lesson
 def test_a_solution_solves_its_exercises(lesson: Lesson, grader: Grader) -> None:
     graded = grader.grade(lesson.solution.read_bytes(), "reference", lesson.solution.name, "")
-    wanted = {exercise.name for exercise in exercises_in(f"l{lesson.name[:2]}")}
+    wanted = {exercise.name for exercise in of_lesson(f"l{lesson.name[:2]}")}
     assert {grade.exercise for grade in graded.exercises if grade.status is Status.PASSED} == wanted, graded
 
 
@@ -42,7 +43,7 @@ def test_a_solution_records_that_every_check_passes(lesson: Lesson) -> None:
     for cell in read_notebook(lesson.solution).cells:
         if cell.cell_type == "code" and (found := CHECK.match(cell.source)):
             recorded[found[1]] = "".join(output.get("data", {}).get("text/plain", "") for output in cell.outputs)
-    exercises = exercises_in(f"l{lesson.name[:2]}")
+    exercises = of_lesson(f"l{lesson.name[:2]}")
     assert set(recorded) == {exercise.name for exercise in exercises}
     for exercise in exercises:
         cases = len(exercise.all_cases())

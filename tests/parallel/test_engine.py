@@ -23,7 +23,7 @@ from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
 from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import save_llama
-from minillm.parallel.group import TIMEOUT
+from minillm.parallel.group import TIMEOUT, local_store
 from minillm.parallel.launch import has_launched_ranks
 from minillm.parallel.messages import (
     Allocate,
@@ -131,6 +131,17 @@ def test_killed_worker_is_named_at_the_next_call(doomed: LLM) -> None:
         with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {process.pid}\) has ended: killed by SIGKILL"):
             tokens(doomed, GREEDY)
     doomed.engine.pool.check_integrity([])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals to send")
+def test_a_signal_to_all_processes_leaves_the_workers_to_rank_0(doomed: LLM, whole: LLM) -> None:
+    """Rank 0 may have requests to finish: a server does, after SIGTERM."""
+    [process] = doomed.engine.runner.workers.processes
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+        assert tokens(doomed, GREEDY) == tokens(whole, GREEDY)
+    doomed.engine.runner.workers.close()
+    assert process.poll() == 0
 
 
 def test_worker_killed_in_the_middle_of_a_step_is_named(doomed: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +351,21 @@ def test_more_ranks_than_gpus_are_refused(tiny: TinyPair, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="needs as many GPUs, and this machine has 1"):
         LLM(str(tiny.target), tensor_parallel_size=2, dtype="float32")
+
+
+def test_a_gpu_that_is_not_that_of_rank_0_is_refused(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.engine.assembly.choose_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(
+        UnsupportedError, match=r"device='cuda:1' is not supported with tensor_parallel_size=2; use 'cu"
+    ):
+        LLM(str(tiny.target), tensor_parallel_size=2, dtype="float32", device="cuda:1")
+
+
+def test_the_store_of_the_ranks_does_without_libuv() -> None:
+    """PyTorch for Windows has none."""
+    store = local_store(1)
+    assert not store.libuvBackend and not local_store(1, store.port).libuvBackend
 
 
 def test_frames_survive_the_pipe(split: LLM) -> None:

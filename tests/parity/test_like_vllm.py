@@ -87,7 +87,7 @@ KNOWN = [
     Known("refused/generate/prompt with a key that nobody has/refused", "vLLM overlooks a misspelt key", says(True)),
     Known("refused/generate/*logprobs *", "vLLM's max_logprobs=20 protects a server; nobody serves here", says(False)),
     Known("refused/generate/*a list of ids/refused", "one way to give ids: {'prompt_token_ids': [...]}", says(True)),
-    Known("refused/chat/a variable that is an argument/refused", "vLLM overlooks it", says(True)),
+    Known("refused/chat/a variable that is an argument/refused", "vLLM's renderer takes it as its own", says(True)),
     Known("*/prompt", "a prompt of ids is decoded, to be read; vLLM leaves None", they_say(None)),
     Known("cases/no text*/decoded_token/*", "it is no text of the output; vLLM leaves None there too", they_say(None)),
     Known("*/decoded_token/*", "half a character shows its bytes; vLLM joins it to the ones before", shows_a_byte),

@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.models.config import RopeConfig
-from minillm.models.rope import inverse_frequencies
-from minillm.ops.rerotation import rerotate
 from minillm.quantization.codebooks import (
     BinaryCodebook,
     Codebook,
     CommutingCodebook,
     binary_rotation,
     pair_groups,
-    scores_before_rope,
     ungrouped,
 )
 
@@ -40,16 +36,6 @@ def test_a_centre_as_a_matrix_commutes_with_a_rotation_and_a_free_matrix_does_no
         torch.testing.assert_close(r @ m, m @ r)
         free = m + torch.tensor([[1.0, 0], [0, 0]], dtype=torch.float64)
         assert not torch.allclose(r @ free, free @ r)
-
-
-def test_scores_before_rope_are_those_of_rotated_keys() -> None:
-    torch.manual_seed(0)
-    frequencies, _ = inverse_frequencies(RopeConfig(theta=100.0), 16)
-    centres, q = torch.randn(7, 16), torch.randn(16)
-    positions = torch.tensor([0, 1, 5, 90, 1000])
-    rotated = torch.stack([rerotate(centres.unsqueeze(1), frequencies, int(p)).squeeze(1) for p in positions])
-    angles = torch.outer(positions.double(), frequencies.double()).float()
-    torch.testing.assert_close(scores_before_rope(q, centres, angles), rotated @ q, rtol=1e-4, atol=1e-4)
 
 
 def test_both_channels_of_a_pair_share_a_group() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
+from minillm.ops.quantized_linear import quantize_rows
 from minillm.quantization.groups import dequantize_groups, fp16_round_up, in_groups, quantize_groups
-from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.schemes import SCHEMES, make_scheme
 
 ROUNDING = 1 + 2e-5

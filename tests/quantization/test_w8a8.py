@@ -84,6 +84,14 @@ def test_integers_are_multiplied_as_such_only_where_that_is_faster(monkeypatch: 
     assert used[-1] != slow
 
 
+@pytest.mark.usefixtures("another_processor")
+def test_a_default_device_of_the_process_changes_nothing() -> None:
+    x, weight = operands(4, 64, 8, largest=True)
+    with torch.device("meta"):  # as a GPU: what is made there without a device cannot be read here
+        found = integer_product(x, weight)
+    assert torch.equal(found.long(), x.long() @ weight.long().T)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the library can be told its instruction set on Linux")
 def test_the_product_is_exact_without_vnni() -> None:
     code = (

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numba import typeof
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM, SamplingParams
 from minillm.batch import Segment
@@ -30,6 +31,7 @@ from minillm.models.quantize import Calibration, decoder_linears, quantize_model
 from minillm.ops.cpu import launch, panels
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, pack_nibbles
 from minillm.ops.cpu.processor import processor
+from minillm.ops.cpu.register_tiles import PMADDWD
 from minillm.ops.cpu.simd import BFLOAT, HALF, WORDS
 from minillm.ops.cpu.step import areas
 from minillm.quantization.awq import AWQ
@@ -40,6 +42,7 @@ from minillm.quantization.squeezellm import SqueezeLLM
 from minillm.quantization.w8a8 import W8A8
 from minillm.runtime import packed_decoder
 from minillm.runtime.cpu_executor import CpuExecutor, unsupported_reason
+from minillm.runtime.packed_decoder import PACKED_ROWS, FloatPacking
 from minillm.runtime.runner import ModelRunner
 
 PLAIN = ModelConfig(97, 64, 96, 3, 4, 2, 32, 64, rope=RopeConfig())
@@ -192,6 +195,7 @@ def test_a_processor_without_products_of_bytes_multiplies_floats(
     assert relative(outputs(fast), outputs(runner_of(model, fast=False))) < 1e-5
 
 
+@pytest.mark.skipif(processor().byte_lanes not in PMADDWD, reason="this processor has no vpmaddwd")
 def test_a_processor_that_multiplies_pairs_of_words_rounds_to_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "has_byte_products", lambda: False)
     monkeypatch.setattr(panels, "processor", lambda: replace(processor(), byte_products="vpmaddwd"))
@@ -269,6 +273,17 @@ def test_the_cache_holds_the_keys_and_values_of_plain_pytorch() -> None:
         assert relative(mine[:, filled], right[:, filled]) < 1e-5
 
 
+@pytest.mark.parametrize("layout", CACHES)
+def test_using_an_executor_leaves_a_filled_cache_as_it_is(layout: type[KVCache]) -> None:
+    runner = runner_of(random_model(PLAIN), layout, fast=False)
+    outputs(runner)
+    rows = runner.cache.stored_rows()
+    stored = [*rows.keys, *rows.values]
+    before = [part.view(torch.uint8).clone() for part in stored]
+    assert runner.use_executor() is None
+    assert all(torch.equal(part.view(torch.uint8), old) for part, old in zip(stored, before, strict=True))
+
+
 def test_compiled_steps_continue_from_a_cache_that_plain_steps_filled() -> None:
     model = random_model(PLAIN)
     plain, fast = runner_of(model, fast=False), runner_of(model)
@@ -332,6 +347,9 @@ def test_every_call_has_arguments_of_the_same_types(monkeypatch: pytest.MonkeyPa
     runner.draft([Segment(PROMPT, 0, TABLE)], 4)
     runner.draft_while_confident([Segment(PROMPT, 0, TABLE)], 4, [1.0], 0.5)
     runner.run([Segment([50, 51, 52, 53], 22, TABLE, 4, [-1, -1, 0])])
+    assert runner.run([]).shape == (0, 97)
+    assert runner.draft([], 4) == [] and runner.draft_while_confident([], 4, [], 0.5) == ([], [])
+    assert runner.draft_while_confident([Segment(PROMPT, 0, TABLE)], 0, [1], 1) == ([[]], [1])
     assert len(seen) == 1
 
 
@@ -438,9 +456,10 @@ def test_without_numba_compiling_the_plain_path_runs() -> None:
 
 
 SNAPKV = {"method": "self_sparse", "sparse_layout": "snapkv", "budget": 32, "num_speculative_tokens": 2}
+HEADS = {"method": "heads", "num_speculative_tokens": 3}
 
 
-@pytest.mark.parametrize("speculative", [None, SNAPKV])
+@pytest.mark.parametrize("speculative", [None, SNAPKV, HEADS])
 def test_a_default_device_and_dtype_of_the_process_change_nothing(speculative: dict[str, Any] | None) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm = LLM("minicoder", device="cpu", speculative_config=speculative)
@@ -477,6 +496,30 @@ def test_weights_are_kept_in_as_few_bytes_as_hold_them_exactly(dtype: torch.dtyp
     assert isinstance(runner.executor, CpuExecutor)
     assert runner.executor.packed.weights.dtype == bits and runner.executor.packed.head.dtype == bits
     assert relative(outputs(runner), outputs(runner_of(model, fast=False))) < 1e-5
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most numbers of a tensor that an operation has returned and that has memory of its own."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not func.is_view:
+            self.size = max(self.size, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_packing_a_float_matrix_copies_only_some_rows_at_a_time(dtype: torch.dtype, compute: torch.dtype) -> None:
+    """A matrix in float32 whose numbers fit into `dtype`."""
+    weight = torch.randn(2 * PACKED_ROWS, 32).to(dtype).float()
+    with LargestTensor() as largest:
+        pack = FloatPacking([weight], compute).row_packer(weight)
+        parts = [pack(slice(first, first + PACKED_ROWS)) for first in (0, PACKED_ROWS)]
+    assert 0 < largest.size <= PACKED_ROWS * 32
+    assert np.array_equal(np.concatenate(parts), pack(slice(None)))
 
 
 def test_nan_in_a_weight_reaches_the_logits() -> None:

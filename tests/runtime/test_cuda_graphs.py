@@ -1,13 +1,17 @@
-"""A failed capture tells what failed in it: not what its end says of it, and not what was being handled around it."""
+"""What a capture does without a GPU: it tells what failed in it, and waits for that of another thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from minillm.runtime.cuda_graphs import CaptureError, capture_errors
+from minillm.runtime.cuda_graphs import CaptureError, CudaCapture, capture_errors
+from minillm.training.captured_step import CapturedStep
 
 
 @contextmanager
@@ -57,3 +61,57 @@ def test_an_interrupt_stays_an_interrupt() -> None:
 def test_an_error_that_the_capture_did_not_notice_stays_itself() -> None:
     with pytest.raises(KeyError), capture_errors(nullcontext()):
         raise KeyError("key")
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand-ins for CUDA's graphs. The beginning and the end of each capture are added to the list."""
+    log: list[str] = []
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        if log[-1:] == ["begins"]:  # as CUDA answers to `torch.cuda.synchronize`, with which a capture begins
+            raise RuntimeError("operation not permitted when stream is capturing")
+        log.append("begins")
+        yield
+        log.append("ends")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
+    return log
+
+
+def of_a_step(function: Callable[[], None]) -> None:
+    CudaCapture(torch.device("cpu"))(function)
+
+
+def of_training(function: Callable[[], None]) -> None:
+    step = CapturedStep(lambda inputs, targets: function() or inputs, torch.device("cpu"))
+    for _ in range(2):  # the second call captures
+        step(torch.ones(1), torch.ones(1))
+    assert step.captured
+
+
+@pytest.mark.parametrize("first", [of_a_step, of_training])
+@pytest.mark.parametrize("second", [of_a_step, of_training])
+def test_a_capture_waits_for_that_of_another_thread(
+    captures: list[str], first: Callable[[Callable[[], None]], None], second: Callable[[Callable[[], None]], None]
+) -> None:
+    done: list[str] = []
+    other = Thread(target=lambda: done.append(second(lambda: None) or "second"))
+
+    def function() -> None:
+        if captures == ["begins"]:
+            other.start()
+            other.join(0.2)
+
+    first(function)
+    other.join()
+    assert captures == ["begins", "ends"] * 2 and done == ["second"]

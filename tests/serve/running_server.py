@@ -19,14 +19,13 @@ pytest.importorskip("openai", reason="the extra `dev` is not installed")
 import httpx
 import openai
 import tokenizers
-import uvicorn
 from tokenizers.processors import TemplateProcessing
 
 from minillm.async_llm import AsyncLLM
 from minillm.chat_template import ChatTemplate
 from minillm.config import EngineArgs
 from minillm.serve.app import build_app
-from minillm.serve.server import listen, make_server, url_of
+from minillm.serve.server import Server, listen, make_server, url_of
 from minillm.serve.settings import ServerSettings
 
 NAME = "tiny"
@@ -39,7 +38,7 @@ class RunningServer:
 
     url: str
     engine: AsyncLLM
-    server: uvicorn.Server
+    server: Server
     thread: Thread
 
     def client(self, api_key: str = "none") -> openai.OpenAI:
@@ -103,7 +102,7 @@ def running_server(
     listener = listen("127.0.0.1", 0)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    server = make_server(app, shutdown_timeout, "warning", access_log=False)
+    server = make_server(app, engine, shutdown_timeout, "warning", access_log=False)
     thread = Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     running = RunningServer(url_of(*listener.getsockname()[:2]), engine, server, thread)

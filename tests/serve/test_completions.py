@@ -11,6 +11,7 @@ import pytest
 
 from tests.serve.running_server import NAME, RunningServer, add_beginning, running_server  # isort: skip (it may skip this file)
 
+import httpx
 import openai
 
 from minillm import LLM, SamplingParams
@@ -294,9 +295,10 @@ def test_models_are_listed_and_any_of_their_names_will_do(server: RunningServer)
     client = server.client()
     assert [model.id for model in client.models.list()] == [NAME, "other-name"]
     assert client.models.retrieve("other-name").max_model_len == 256
+    assert httpx.get(f"{server.url}/v1/models/").json() == httpx.get(f"{server.url}/v1/models").json()
     answer = client.completions.create(model="other-name", prompt="a", max_tokens=1)
     assert answer.model == NAME
     with pytest.raises(openai.NotFoundError, match="'gpt' does not exist; this server has tiny, other-name"):
         client.completions.create(model="gpt", prompt="a")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match="'gpt' does not exist; this server has tiny, other-name"):
         client.models.retrieve("gpt")

@@ -68,6 +68,11 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "logprobs": -1}, "logprobs=-1 must be from 0 to 5", "logprobs"),
     ({"prompt": "a", "logit_bias": {"a": 1.0}}, "logit_bias", "logit_bias"),
     ({"prompt": "a", "logit_bias": {"5": "much"}}, "logit_bias", "logit_bias"),
+    (
+        {"prompt": "a", "logit_bias": {"5": 1, "7": "much"}},
+        "logit_bias.7: Input should be a valid number",
+        "logit_bias",
+    ),
     ({"prompt": "a", "logit_bias": {"-5": 1.0}}, "logit_bias={-5: 1.0}: must map token ids", None),
     ({"prompt": "a", "logit_bias": {"100000": 1.0}}, "logit_bias has 100000", None),
     ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids=[]: must be", None),
@@ -116,15 +121,17 @@ def test_a_bad_field_is_named(server: RunningServer, body: dict[str, Any], messa
         (CompletionRequest, {"prompt": [0.5] * 3000}, "prompt"),
         (CompletionRequest, {"prompt": [[0.5] * 50] * 50}, "prompt"),
         (CompletionRequest, {"prompt": "a", "stop_token_ids": ["b"] * 3000}, "stop_token_ids"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {f"b{i}": "c" for i in range(3000)}}, "logit_bias"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {"b" * 3000: 1}}, "logit_bias"),
+        (CompletionRequest, {"prompt": "a", **{name: [None] for name in CompletionRequest.model_fields}}, "model"),
         (ChatRequest, {"messages": [{}] * 3000}, "messages"),
         (ChatRequest, {"messages": [{"role": "user", "content": [5] * 3000}]}, "messages"),
     ],
 )
-def test_a_long_list_of_wrong_items_gets_a_short_answer(
-    kind: type[GenerationRequest], body: dict[str, Any], param: str
-) -> None:
+def test_many_wrong_items_get_a_short_answer(kind: type[GenerationRequest], body: dict[str, Any], param: str) -> None:
     with pytest.raises(ValidationError) as caught:
         kind(**body)
+    assert caught.value.error_count() < 100
     message, _, first = describe(RequestValidationError(caught.value.errors()))
     assert len(message) < 500 and first == param
 
@@ -268,13 +275,13 @@ def test_a_key_is_asked_for_under_v1_only(tiny: TinyPair) -> None:
 
 
 def test_a_full_queue_answers_503_and_when_to_come_again(tiny: TinyPair) -> None:
-    with running_server(tiny.target, limit=2, settings={"retry_after_s": 7}) as server:
+    with running_server(tiny.target, limit=2) as server:
         endless = {"model": NAME, "prompt": "a", "max_tokens": 240, "stream": True, "extra_body": {"ignore_eos": True}}
         with held(server.engine):
             open_streams = [server.client().completions.create(**endless) for _ in range(2)]
             answer = server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
             refused(answer, 503, "the limit is 2: try again later")
-            assert answer.headers["retry-after"] == "7"
+            assert answer.headers["retry-after"] == "1"
             open_streams[0].close()
             server.wait_until(lambda: server.engine.num_unfinished < 2)
         assert server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200

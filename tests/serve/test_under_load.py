@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
+from tests.serve.running_server import NAME, PATIENCE_S, RunningServer, running_server  # isort: skip (it may skip this file)
 
 import httpx
 import openai
@@ -191,14 +191,22 @@ def test_a_step_that_fails_ends_its_requests_with_500_and_the_next_is_served(
         assert client.completions.create(prompt=PROMPTS[0], **GREEDY).choices[0].text == expected(tiny)[0]
 
 
-def test_an_engine_that_is_dead_is_not_healthy(tiny: TinyPair) -> None:
+def test_an_engine_that_is_dead_is_not_healthy_and_its_server_ends(tiny: TinyPair) -> None:
     with running_server(tiny.target) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         server.engine.shutdown()
-        answer = httpx.get(f"{server.url}/health")
-        assert answer.status_code == 503 and "runs no more" in answer.json()["error"]["message"]
-        answer = server.post("/v1/completions", json={"prompt": "a"})
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        server.thread.join(PATIENCE_S)
+        assert not server.thread.is_alive() and server.server.has_lost_engine
+
+        async def ask() -> tuple[httpx.Response, httpx.Response]:
+            """As while it ends."""
+            transport = httpx.ASGITransport(server.server.config.app)
+            async with httpx.AsyncClient(transport=transport, base_url=server.url) as client:
+                return await client.get("/health"), await client.post("/v1/completions", json={"prompt": "a"})
+
+        health, completion = asyncio.run(ask())
+        assert health.status_code == 503 and "runs no more" in health.json()["error"]["message"]
+        assert completion.status_code == 503 and completion.headers["retry-after"] == "1"
 
 
 def metric(server: RunningServer, name: str) -> float:

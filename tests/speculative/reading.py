@@ -18,7 +18,7 @@ from minillm.request import Request
 from minillm.speculative.drafter import Drafter
 from minillm.speculative.long import LongDrafter
 from minillm.speculative.long_model import LongModel, LongShape
-from minillm.speculative.reading_drafter import ReadingDrafter
+from minillm.speculative.reading_drafter import ReadingDrafter, ReadingOptions
 from minillm.speculative.spire import SpireDrafter
 from minillm.speculative.spire_model import SpireModel, SpireShape
 from minillm.speculative.target_parts import TargetParts
@@ -69,7 +69,8 @@ def method(cls: type[ReadingDrafter], make: Callable[[Decoder], nn.Module]) -> M
     def build(own: Any, context: Any) -> Drafter:
         return own(context.target, make(context.target.model), context.options.draft_sample_method == "greedy")
 
-    return type(cls.__name__, (cls,), {"build": classmethod(build)})
+    # Nothing is loaded, so there is no folder to be checked.
+    return type(cls.__name__, (cls,), {"build": classmethod(build), "Options": ReadingOptions})
 
 
 def target_of(folder: Path, layers: int, sliding_window: int | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from numba import typeof
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
@@ -154,6 +155,34 @@ def test_two_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafts == same
     for row, count in enumerate([4, 3, 2]):
         assert torch.equal(one[row, :count], two[row, :count])
+
+
+def test_every_call_has_arguments_of_the_same_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads call the machine code that was compiled for the types of the first call."""
+    _, fast = both(random_model(PLAIN), random_heads(SHAPE))
+    seen, call = set(), fast.launcher.call
+    monkeypatch.setattr(fast.launcher, "call", lambda *given: seen.add(tuple(map(typeof, given[1:]))) or call(*given))
+    for min_survival in (0, 0.5, 1):
+        for most in ([4, 3, 2], [1], [0]):
+            given = inputs(len(most), SHAPE.hidden_size)
+            fast.begin(*given, most, 1, min_survival)
+            fast.draft_argmax(*given, most, min_survival)
+    assert len(seen) == 1
+
+
+def test_a_default_device_and_dtype_of_the_process_change_nothing() -> None:
+    target, network = random_model(PLAIN), random_heads(SHAPE)
+    plain, given = both(target, network)[0], inputs(2, SHAPE.hidden_size)
+    CpuExecutor(target, PagedKVCache(PLAIN, 1, 16, torch.float32, torch.device("cpu")), 16)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):  # as a GPU: what is made there without a device cannot be read here
+            fast = CompiledHeads(plain, target)
+            drafts = fast.draft_argmax(*given, [4, 4], 0.0)
+            assert fast.begin(*given, [4, 4], 1, 0.0).logits.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert drafts == plain.draft_argmax(*given, [4, 4], 0.0)
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])

@@ -66,7 +66,7 @@ def course(tmp_path: Path, monkeypatch) -> Path:
     (tmp_path / "solutions").mkdir()
     (tmp_path / "solutions" / "02_short.py").write_text(LESSON)
     two = [find("l02.offset_mask"), find("l02.best_r")]
-    monkeypatch.setattr("minillm.teaching.assignments.exercises_of", lambda name: two)
+    monkeypatch.setattr("minillm.teaching.assignments.of_lesson", lambda lesson: two)
     return tmp_path
 
 
@@ -122,9 +122,9 @@ def test_an_otter_test_is_python_with_both_kinds_of_cases():
 
 
 def test_without_otter_the_command_says_what_to_install(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("minillm.teaching.assignments.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "otter", None)
     assert main(["build", "--root", str(ROOT), "--otter", str(tmp_path), "02"]) == 2
-    assert "pip install 'minillm-lessons[graders]'" in capsys.readouterr().err
+    assert 'pip install "minillm-lessons[graders]"' in capsys.readouterr().err
 
 
 def test_a_notebook_that_may_have_been_edited_is_not_overwritten(course):
@@ -148,7 +148,7 @@ def test_the_zip_installs_the_published_package_or_the_wheel_in_it(course, monke
     stand_in = types.SimpleNamespace(main=otter_without_environment, __spec__=None)
     monkeypatch.setitem(sys.modules, "otter", types.ModuleType("otter"))
     monkeypatch.setitem(sys.modules, "otter.generate", stand_in)
-    monkeypatch.setattr("minillm.teaching.assignments.importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("minillm.teaching.assignments.need", lambda *_: None)
     with pytest.raises(ConfigError, match=f"run `make dist`, because the zip needs .*{WHEEL}"):
         write_otter(course, None, course / "course")
     assert not (course / "course").exists()
@@ -160,10 +160,14 @@ def test_the_zip_installs_the_published_package_or_the_wheel_in_it(course, monke
         (table, "minillm-lessons @ git+https://example.org/llm@v7", ["requirements.txt"]),
     ):
         (course / "pyproject.toml").write_text(pyproject)
-        [place] = write_otter(course, None, course / "course")
+        [place] = write_otter(course, None, course / f"course {package[-2:]}")
         with zipfile.ZipFile(place) as zipped:
             assert zipped.read("requirements.txt").decode() == f"{package}\n"
             assert zipped.namelist() == files
+        (place.parent / "02_short.ipynb").write_text("my words")
+        with pytest.raises(ConfigError, match=r"02_short\.ipynb exists and may have been edited; remove it"):
+            write_otter(course, None, place.parents[1])
+        assert (place.parent / "02_short.ipynb").read_text() == "my words"
 
 
 @needs["nbgrader"]

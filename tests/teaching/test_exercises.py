@@ -16,10 +16,10 @@ from minillm.teaching.compare import exact
 from minillm.teaching.diagnosis import alike
 from minillm.teaching.drives.lazy_kernel import LazyKernel
 from minillm.teaching.exercise import Exercise
-from minillm.teaching.registry import exercises_of, find, module_names
+from minillm.teaching.registry import every, find
 from minillm.teaching.result import Status
 
-ALL = [exercise for module in module_names() for exercise in exercises_of(module)]
+ALL = every()
 every_exercise = pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
 every_wrong_version = pytest.mark.parametrize(
     ("exercise", "wrong"),
@@ -102,8 +102,8 @@ def test_reference_changes_no_input_and_repeats_itself(exercise: Exercise):
         assert first.error is None
         assert first.changed == ()
         assert exact(first.value, second.value) is None, f"{case.label}: two calls differ"
-        before = named_inputs(exercise, again.args, again.kwargs)
-        assert exact(before, named_inputs(exercise, case.args, case.kwargs)) is None, f"{case.label}: cases differ"
+        before = named_inputs(exercise, again.args)
+        assert exact(before, named_inputs(exercise, case.args)) is None, f"{case.label}: cases differ"
 
 
 @every_exercise

@@ -173,6 +173,8 @@ def test_a_factor_of_one_is_not_named_as_the_mistake():
         ([(3, 4), (9, 10)], "always 1 too large"),
         ([(3, 6), (9, 18)], "always 2 times"),
         ([(3, 3.5)], "is a float"),
+        ([(False, True), (False, True)], ""),
+        ([(True, False), (True, False)], ""),
         ([(True, 1), (False, 0)], "is a number, where a bool is wanted: write True or False"),
         ([(True, 1.0)], "is a number, where a bool is wanted"),
         ([(3, True), (9, True)], "is a bool, where a number is wanted"),

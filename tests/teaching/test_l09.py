@@ -28,8 +28,8 @@ from minillm.teaching.exercise import Case
 from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
 from minillm.teaching.registry import find
 from minillm.teaching.result import CheckResult, Status
-from minillm.teaching.variants.draw import Draw
 from minillm.teaching.variants.l06_to_l09 import MAKERS
+from minillm.teaching.variants.random_numbers import Draw
 from tests.ops.triton.steps import Step, step
 
 ROOT = Path(__file__).parents[2]

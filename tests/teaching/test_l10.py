@@ -14,8 +14,8 @@ from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Function
 from minillm.teaching.exercises._l10_mistakes import _by_token, _draft_by_token
 from minillm.teaching.exercises.l10_speculative_decoding import EXERCISES, accept_rule, residual, rollback, verify_chain
-from minillm.teaching.variants.draw import Draw
 from minillm.teaching.variants.l10_to_l15 import MAKERS
+from minillm.teaching.variants.random_numbers import Draw
 from minillm.teaching.workshop import l10_checks as checks
 from minillm.teaching.workshop import l10_engine
 from minillm.teaching.workshop.l10_broken import BROKEN, FullTarget, OneUniform, OpenFilter

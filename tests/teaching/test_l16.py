@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.errors import UnsupportedError
@@ -220,6 +223,21 @@ def test_other_split_products_pass(answer) -> None:
 def test_products_with_the_whole_matrix_are_not_split(product) -> None:
     answer = lambda x, w, b, rank, size: (product(x, w) + b).chunk(size, 1)[rank]  # noqa: E731
     assert not check_function("l16.column_parallel", answer).passed
+
+
+@pytest.mark.parametrize("hand_over", [Tensor.numpy, np.asarray, np.from_dlpack])
+def test_a_product_of_numpy_is_refused(hand_over) -> None:
+    """The check sees PyTorch's operations only."""
+
+    def column(x: Tensor, w: Tensor, b: Tensor, rank: int, size: int) -> Tensor:
+        return (torch.from_numpy(hand_over(x) @ hand_over(w).T) + b).chunk(size, 1)[rank]
+
+    def row(parts: Sequence[Tensor], w: Tensor, b: Tensor) -> Tensor:
+        return torch.from_numpy(hand_over(torch.cat(list(parts), 1)) @ hand_over(w).T) + b
+
+    for name, answer in (("l16.column_parallel", column), ("l16.row_parallel", row)):
+        result = check_function(name, answer)
+        assert not result.passed and "compute with torch, not with NumPy" in result.counterexample.got
 
 
 @pytest.mark.parametrize(

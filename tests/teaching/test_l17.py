@@ -3,6 +3,7 @@ named."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -105,6 +106,22 @@ def test_other_ways_through_tiles_pass(part) -> None:
         return total
 
     assert check_function("l17.tiled_lse", stacked).passed
+
+
+def test_a_product_of_numpy_is_refused() -> None:
+    """The check sees PyTorch's operations only."""
+
+    def lse(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
+        return torch.from_numpy(x.numpy() @ y.numpy().T / np.float32(temperature)).logsumexp(1)
+
+    def product(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+        arrays = [np.asarray(each) for each in (u, s, v, x)]
+        blocks = np.einsum("iar,ijr,jbr->iajb", *arrays[:3])
+        return torch.from_numpy(arrays[3] @ blocks.reshape(u.shape[0] * u.shape[1], -1).T)
+
+    for name, answer in (("l17.tiled_lse", lse), ("l17.blast_apply", product)):
+        result = check_function(name, answer)
+        assert not result.passed and "compute with torch, not with NumPy" in result.counterexample.got
 
 
 def by_blocks(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from minillm.teaching.drives.lazy_kernel import LazyKernel
 from minillm.teaching.drives.triton_kernels import kernel_of_text
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.hint_text import Hint
-from minillm.teaching.registry import exercises_of, module_names
+from minillm.teaching.registry import every
 
 ROOT = Path(__file__).parents[2]
-ALL = [exercise for module in module_names() for exercise in exercises_of(module)]
+ALL = every()
 
 
 @pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -126,6 +129,15 @@ def test_a_hint_of_several_lines_is_a_block_of_code_after_the_line_that_introduc
     told = Hint("Hint 4", f"The whole of it (`x` is a_row):\n{code}")._repr_markdown_()
     assert told == f"**Hint 4**: The whole of it (`x` is a\\_row):\n\n```python\n{code}\n```"
     assert Hint("Hint 1", "\nreturn a_b")._repr_markdown_() == "**Hint 1**:\n\n```python\nreturn a_b\n```"
+
+
+@pytest.mark.parametrize("package", ["numba", "triton"])
+def test_a_misspelt_name_is_told_where_another_lesson_cannot_be_imported(package):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\nfrom minillm.teaching.registry import find; find('l02.apend_kv')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "UnknownExerciseError: no exercise is called 'l02.apend_kv'; did you mean 'l02.append_kv'" in done.stderr
 
 
 def test_unknown_name_lists_close_ones(lesson_91):

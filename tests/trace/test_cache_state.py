@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -202,6 +203,24 @@ def test_places_of_whole_sequences_are_told_from_pages():
     assert Replay(Script(1024, 4, layout="contiguous").trace, CacheState).at().whole_sequences
     assert not Replay(Script(256, 4, layout="paged int8").trace, CacheState).at().whole_sequences
     assert not Replay(Script(16, 4, layout="PagedByMe").trace, CacheState).at().whole_sequences
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        ({"kv_cache_config": {"layout": "contiguous"}, "max_model_len": 64}, True),
+        ({"kv_cache_config": {"layout": "lorc"}, "block_size": 128}, False),
+    ],
+)
+def test_an_engine_says_whether_its_blocks_hold_whole_sequences(
+    tiny: TinyPair, options: dict[str, Any], whole: bool
+) -> None:
+    """A guess by name and size would be wrong for both."""
+    llm = LLM(str(tiny.target), device="cpu", enforce_eager=True, **options)
+    with llm.trace() as trace:
+        llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)
+    state = Replay(trace, CacheState).at()
+    assert state.whole_sequences is trace.events[0].whole_sequences is whole
 
 
 def test_everything_is_free_at_the_end():

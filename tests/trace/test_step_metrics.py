@@ -49,7 +49,7 @@ def test_every_figure_agrees_with_the_events(trace):
     for m, ended in zip(metrics, trace.of(StepFinished), strict=True):
         assert m.cached_blocks + m.free_blocks == ended.num_free_blocks
         assert m.used_blocks + m.cached_blocks + m.free_blocks == trace.events[0].num_blocks
-        assert (m.seconds, m.max_num_batched_tokens) == (ended.seconds, trace.events[0].max_num_batched_tokens)
+        assert m.seconds == ended.seconds
 
 
 def test_one_step_counted_by_hand():
@@ -58,9 +58,7 @@ def test_one_step_counted_by_hand():
     assert (m.num_running, m.num_waiting) == (3, 0)
     assert (m.num_prefill_tokens, m.num_decode_tokens, m.num_verify_tokens, m.num_committed_tokens) == (0, 2, 5, 4)
     assert (m.used_blocks, m.valid_slots, m.allocated_slots) == (10, 139, 160)
-    assert m.block_utilisation == 10 / 24
     assert m.kv_slot_utilisation == 139 / 160
-    assert m.budget_use == 7 / 64
 
 
 def test_waiting_requests_are_those_that_got_no_share_of_the_step():
@@ -88,7 +86,7 @@ def test_shared_slots_count_once():
 
 def test_step_that_frees_everything_has_no_slot_utilisation():
     last = step_metrics(story())[-1]
-    assert (last.used_blocks, last.kv_slot_utilisation, last.block_utilisation) == (0, None, 0.0)
+    assert (last.used_blocks, last.kv_slot_utilisation) == (0, None)
 
 
 def test_unfinished_step_is_left_out():

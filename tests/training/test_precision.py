@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from minillm.training.unlikelihood import fast_copy
 
 from .conftest import config
 
+TURING, AMPERE = SimpleNamespace(major=7, minor=5), SimpleNamespace(major=8, minor=0)
+"""What PyTorch says of GPUs without and with instructions for bf16."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -29,7 +33,14 @@ def test_training_multiplies_in_the_dtype_of_the_cpu(monkeypatch: pytest.MonkeyP
     assert orthogonalise(torch.randn(8, 8)).dtype == dtype
     assert fast_copy(new_model(config())).embed_tokens.weight.dtype == dtype
     assert f"torch.{Hardware.here('cpu').products}" == str(dtype)
-    assert precision.forward_dtype("cuda") == torch.bfloat16
+
+
+@pytest.mark.parametrize(("card", "dtype"), [(TURING, torch.float32), (AMPERE, torch.bfloat16)], ids=["sm_75", "sm_80"])
+def test_a_gpu_that_only_emulates_bf16_trains_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, card: SimpleNamespace, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert precision.forward_dtype("cuda") == dtype
 
 
 def test_the_loss_follows_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.random_models import CONFIGS, LARGE
 from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.doctor.machine_limits import MachineLimit
+from minillm.ops.dispatch import OPS, implementations
 
 HALF = "half"
 BANDWIDTH, INT8_GAIN = Target(at_least=0.85), Target(at_least=1.7)
@@ -87,14 +88,19 @@ def _gains(setup: StageSetup, report: Report, functions: Sequence[TimedFunction]
 
 
 def _every_op(setup: StageSetup, report: Report, cases: list[Maker], limits: list[MachineLimit]) -> None:
-    """Measure every op, few tokens first, as long as the stage has time."""
-    began, left_out = time.monotonic(), []
+    """Measure every op that has a kernel on this device, few tokens first, as long as the stage has time."""
+    began, left_out, without = time.monotonic(), [], []
     for number, maker in enumerate(cases):
+        if maker.op in OPS and TRITON not in implementations(maker.op, setup.device):
+            without.append(maker.op)
+            continue
         took = time.monotonic() - began
         if setup.seconds_left() < LAST_CASE_S or took > setup.size_for(math.inf, 3.0):
             left_out.append(maker.op)
             continue
         report.part(f"{maker.op} (case {number})", _one_case, setup, report, maker, limits)
+    if without:
+        report.note("without a kernel on this device", list(dict.fromkeys(without)))
     report.note("left out for lack of time", left_out)
 
 

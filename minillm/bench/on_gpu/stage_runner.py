@@ -24,7 +24,7 @@ from minillm.bench.on_gpu.worker import DEVICE_FAULT_CODE
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "out of time", "left out"
 TOTAL_S = 470.0
-"""Seconds for all stages together."""
+"""Seconds for all stages together: less than the sum of their budgets, which a fast host does not use up."""
 LEAST_S = 10.0
 """With less time left, a stage is not started."""
 ERROR_CHARACTERS = 3000
@@ -70,8 +70,9 @@ def run_stage(
     """
     info: dict[str, Any] = {"name": stage.name, "what": stage.description, "budget_s": seconds}
     if seconds < LEAST_S:
+        error = f"no time was left; --stages {stage.name} runs it alone"
         nothing = _found(Findings([], {}, []))
-        return {**info, "status": SKIPPED, "seconds": 0.0, "restarts": 0, "error": "no time was left", **nothing}
+        return {**info, "status": SKIPPED, "seconds": 0.0, "restarts": 0, "error": error, **nothing}
     with tempfile.TemporaryDirectory() as folder:
         lines, errors = lines or Path(folder, "lines.jsonl"), Path(folder, "errors.txt")
         lines.unlink(missing_ok=True)

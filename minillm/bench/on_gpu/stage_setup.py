@@ -11,6 +11,7 @@ import torch
 
 from minillm.bench.device_clock import Clock, TimedFunction, Timing, clock_for, time_calls_in_turn
 from minillm.doctor.machine_limits import copy_bandwidth, matmul_rate
+from minillm.hardware import gpu_memory, half_dtype
 
 T = TypeVar("T")
 
@@ -41,9 +42,7 @@ class StageSetup:
     @property
     def half(self) -> torch.dtype:
         """The 16-bit type of large models: bfloat16, float16 before Ampere. The interpreter multiplies neither well."""
-        if self.is_rehearsal:
-            return torch.float32
-        return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+        return torch.float32 if self.is_rehearsal else half_dtype()
 
     def size_for(self, real: T, tiny: T) -> T:
         """Return the size for the GPU, or that of the rehearsal."""
@@ -63,4 +62,4 @@ class StageSetup:
 
     def free_bytes(self) -> int:
         """Return the bytes that can be allocated; in a rehearsal more than enough."""
-        return 2**40 if self.is_rehearsal else torch.cuda.mem_get_info()[0]
+        return 2**40 if self.is_rehearsal else gpu_memory(self.device)[0]

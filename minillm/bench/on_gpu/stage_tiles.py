@@ -64,17 +64,18 @@ def _one_product(setup: StageSetup, report: Report, kind: str, rows: str, second
     """Find the tiles of one kind and number of rows in about `seconds`, then time them and the default in turn."""
     default = tiles.choose(kind, ROWS[rows], *_shape(setup), setup.half)
     known = [found for (_, of, size), found in tiles.MEASURED.items() if (of, size) == (kind, rows)]
-    trial = Trial(product(setup, kind, ROWS[rows]), [default, *known], seconds, setup.size_for(math.inf, 2))
+    run = product(setup, kind, ROWS[rows])
     with _timer(setup):
-        winner, milliseconds = tune_tiles.measure(trial, ROWS[rows], trial.always)
-    _report_best(setup, report, kind, rows, winner, [milliseconds], trial.tried)
+        to_try = _tiles_to_try(setup, [default, *known], ROWS[rows], seconds)
+        winner, milliseconds, tried = tune_tiles.measure(run, to_try)
+    _report_best(setup, report, kind, rows, winner, [milliseconds], tried)
     times: dict[Tiles, list[float]] = {winner: [], default: []}
     with _timer(setup):
         for _ in range(TURNS):
             for chosen, taken in times.items():
-                taken.append(testing.do_bench(partial(trial.run, chosen), return_mode="median"))
+                taken.append(testing.do_bench(partial(run, chosen), return_mode="median"))
     best = min(times, key=lambda chosen: statistics.median(times[chosen]))
-    _report_best(setup, report, kind, rows, best, times[best], trial.tried)
+    _report_best(setup, report, kind, rows, best, times[best], tried)
     report.measured(f"{kind} {rows}, default", times[default], "ms", rows=ROWS[rows], tiles=str(default))
 
 
@@ -94,43 +95,14 @@ def _best(kind: str, rows: str) -> str:
     return f"{kind} {rows}, best"
 
 
-class Trial:
-    """One product, as `tune_tiles.measure` calls it. It skips candidates by raising the error for too few resources.
-
-    The tiles `always` are never skipped. Others are when `seconds` are over or `most` tiles have been tried.
-    """
-
-    def __init__(self, run: Callable[[Tiles], Any], always: Sequence[Tiles], seconds: float, most: float) -> None:
-        self.run, self.always, self.seconds, self.most = run, always, seconds, most
-        self.began, self.tried, self.last = time.monotonic(), 0, None
-
-    def __call__(self, chosen: Tiles) -> Any:
-        """Multiply with these tiles. Raises Triton's `OutOfResources` for a candidate to be skipped."""
-        from triton.runtime.errors import OutOfResources
-
-        if chosen != self.last:
-            late = self.tried and (time.monotonic() - self.began > self.seconds or self.tried >= self.most)
-            if chosen not in self.always and (late or not is_likely(chosen)):
-                raise OutOfResources(0, 0, "time")
-            self.tried, self.last = self.tried + 1, chosen
-        return self.run(chosen)
-
-
-def is_likely(chosen: Tiles) -> bool:
-    """Whether tiles are near those known to be good: some eight candidates per class.
-
-    These have three stages, and four warps, or eight for a large tile. They are 128 columns deep, the largest also 64.
-    With few rows, columns are split up to four times; otherwise twice, and tiles are at least 64 outputs wide. With one
-    row a tile has 4096 weights, 32 per thread.
-    """
-    warps = 8 if chosen.m * chosen.n >= 64 * 128 else 4
-    if chosen.stages != 3 or chosen.warps != warps:
-        return False
-    if chosen.m == 1:
-        return chosen.n * chosen.k == 4096
-    if chosen.m <= tiles.FEW_ROWS:
-        return chosen.k == 128 and chosen.splits <= 4
-    return (chosen.k == 128 or (chosen.k == 64 and chosen.m == 128)) and chosen.n >= 64 and chosen.splits <= 2
+def _tiles_to_try(setup: StageSetup, always: Sequence[Tiles], rows: int, seconds: float) -> Iterator[Tiles]:
+    """Yield the tiles `always`, then other candidates until `seconds` are over; in a rehearsal two tiles."""
+    began = time.monotonic()
+    most = setup.size_for(math.inf, 2)
+    for number, chosen in enumerate(dict.fromkeys([*always, *tune_tiles.candidates(rows)])):
+        if chosen not in always and (time.monotonic() - began > seconds or number >= most):
+            return
+        yield chosen
 
 
 def product(setup: StageSetup, kind: str, rows: int) -> Callable[[Tiles], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -15,30 +15,42 @@ from minillm.ops.triton.tiles import FEW_ROWS, SOME_ROWS, Tiles
 
 
 def candidates(rows: int) -> Iterator[Tiles]:
-    """Yield the tiles that `measure` tries for this number of rows. For one row they are those of the INT8 kernel."""
+    """Yield tiles near those known to be good for this number of rows: at most nine, because compiling each takes a
+    second. For one row they are those of the INT8 kernel.
+
+    They have three stages, and four warps, or eight for a large tile. They are 128 columns deep, the largest also 64.
+    With few rows, columns are split up to four times, with some rows twice. With one row a tile has 4096 weights, 32
+    per thread.
+    """
     if rows == 1:
-        for n, k, warps, stages in product((2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8), (2, 3, 4)):
-            yield Tiles(1, n, k, 1, warps, stages)
+        yield from (Tiles(1, n, 4096 // n) for n in (2, 4, 8, 16))
         return
-    sides = (MIN_TILE_SIDE,) if rows <= FEW_ROWS else (32, 64) if rows <= SOME_ROWS else (64, 128)
-    for m, n, k, splits, warps, stages in product(sides, (32, 64, 128), (32, 64, 128), (1, 2, 4, 8), (4, 8), (2, 3, 4)):
-        if rows <= SOME_ROWS or splits == 1:
-            yield Tiles(m, n, k, splits, warps, stages)
+    if rows <= FEW_ROWS:
+        sides, widths, splits = (MIN_TILE_SIDE,), (32, 64, 128), (1, 2, 4)
+    elif rows <= SOME_ROWS:
+        sides, widths, splits = (32, 64), (64, 128), (1, 2)
+    else:
+        sides, widths, splits = (64, 128), (64, 128), (1,)
+    for m, n, count in product(sides, widths, splits):
+        for k in (64, 128) if m == 128 else (128,):
+            yield Tiles(m, n, k, count, warps=8 if m * n >= 64 * 128 else 4)
 
 
-def measure(run: Callable[[Tiles], Any], rows: int, also: Sequence[Tiles] = ()) -> tuple[Tiles, float]:
-    """Return the fastest candidate for `run(tiles)` and its median time in milliseconds. Needs a real GPU.
+def measure(run: Callable[[Tiles], Any], tiles: Iterable[Tiles]) -> tuple[Tiles, float, int]:
+    """Return the fastest of `tiles` for `run(tiles)`, its median time in milliseconds, and the number of tiles tried.
+    Needs a real GPU.
 
-    The tiles in `also` are tried first: those in use, so that the winner is never slower than they are.
-    Candidates that need more shared memory or registers than the GPU has are skipped, and those that Triton cannot
-    compile. The inputs should be larger than the L2 cache, or `run` should rotate them; otherwise the cache is
-    measured. If no candidate runs, raises the first error other than a lack of resources.
+    Tiles that need more shared memory or registers than the GPU has are skipped, and those that Triton cannot compile.
+    The inputs should be larger than the L2 cache, or `run` should rotate them; otherwise the cache is measured. If none
+    run, raises the first error other than a lack of resources.
     """
     best: tuple[Tiles, float] | None = None
     reason: Exception | None = None
-    for tiles in dict.fromkeys([*also, *candidates(rows)]):
+    tried = 0
+    for one in tiles:
+        tried += 1
         try:
-            time = testing.do_bench(lambda tiles=tiles: run(tiles), return_mode="median")
+            time = testing.do_bench(lambda one=one: run(one), return_mode="median")
         except Exception as problem:
             if not _is_of_one_candidate(problem):
                 raise
@@ -46,11 +58,11 @@ def measure(run: Callable[[Tiles], Any], rows: int, also: Sequence[Tiles] = ()) 
                 reason = problem
             continue
         if best is None or time < best[1]:
-            best = (tiles, time)
+            best = (one, time)
     if best is None:
-        assert reason is not None  # every candidate was skipped
+        assert reason is not None  # all were skipped
         raise reason
-    return best
+    return *best, tried
 
 
 def _is_of_one_candidate(problem: Exception) -> bool:

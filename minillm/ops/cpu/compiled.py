@@ -2,7 +2,7 @@
 
 Compiling a step takes ten seconds to two minutes, once for each kind of weights and cache. numba caches the result on
 disk, but checks only the file of the entry point for changes. A step is compiled from all files of this folder, so the
-name of the cache folder contains a hash of all of them, numba's version and the processor. Environments and machines
+name of the cache folder is a hash of all of them, numba's version and the processor. Environments and machines
 that share a disk have a cache folder each; folders that were not used for `UNUSED_DAYS` are deleted.
 """
 
@@ -33,21 +33,26 @@ OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False,
 for callers in C, because there are none."""
 PREFIX = "minillm-step-"
 UNUSED_DAYS = 30
+LONGEST_FOLDER, LONGEST_FILE = 48, 64
+"""The lengths of names that numba makes in a cache folder, or more: a folder, `bench_<40 digits>`, and in it a file,
+`kernels_cpu.silu_gate_loop-80.py312.1.nbc.tmp.<16 digits>`. Windows limits paths to 260 characters."""
 FUNCTIONS = 60
 """About the number of functions that a step is compiled from, for the progress bar."""
 
 
 def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` whose results are cached on disk, in `cache_folder()`, if there is one."""
+    """`numba.njit` whose results are cached on disk, in `cache_folder()`, if numba can write there."""
 
     def compiled(function: Callable[..., Any]) -> Any:
-        if (folder := cache_folder()) is None:
-            return njit(**OPTIONS, **options)(function)
-        before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
-        try:
-            return njit(cache=True, **OPTIONS, **options)(function)
-        finally:
-            config.CACHE_DIR = before
+        if not config.DISABLE_JIT and (folder := cache_folder()) is not None:
+            before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+            try:
+                cached = njit(cache=True, **OPTIONS, **options)(function)
+            finally:
+                config.CACHE_DIR = before
+            if Path(cached.stats.cache_path).is_relative_to(folder):  # not a place that numba found by itself
+                return cached
+        return njit(**OPTIONS, **options)(function)
 
     return compiled
 
@@ -56,20 +61,29 @@ def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 def cache_folder() -> Path | None:
     """The cache folder for these sources, this version of numba and this processor. None where no place can be written:
     then every process compiles for itself. (numba would look for a place of its own, whose name has no such hash.)"""
-    _, name, _ = target = cpu_target.target_context.codegen().magic_tuple()
+    target = cpu_target.target_context.codegen().magic_tuple()
     here = Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parent / "kv_quant.py"]  # whose constants are compiled in
     sources = b"".join(path.read_bytes() for path in files)
-    digest = sha256(sources + repr((target, llvm_version, has_amx())).encode()).hexdigest()[:16]
+    digest = sha256(sources + repr((target, llvm_version, numba_version, has_amx())).encode()).hexdigest()[:16]
     for root in _roots():
-        folder = root / f"{PREFIX}numba{numba_version}-{name or 'generic'}-{digest}"
+        folder = root / f"{PREFIX}{digest}"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+            _write_as_numba_does(folder)
             os.utime(folder)
             _delete_unused(root, folder)
             return folder
     return None
+
+
+def _write_as_numba_does(folder: Path) -> None:
+    """Make and delete a folder and a file with the longest names that numba uses. Raises `OSError` if that fails."""
+    with (
+        tempfile.TemporaryDirectory(prefix="x" * (LONGEST_FOLDER - 8), dir=folder) as inner,
+        tempfile.NamedTemporaryFile(prefix="x" * (LONGEST_FILE - 8), dir=inner),
+    ):  # both names end in 8 random characters
+        pass
 
 
 def _delete_unused(root: Path, kept: Path) -> None:

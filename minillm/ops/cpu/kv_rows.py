@@ -176,12 +176,12 @@ WRITERS = {
 }
 READERS = {
     (types.float32, 1): _read_floats,
-    (types.uint16, 1): _read_floats,
     (types.int8, 2): _read_int8,
     (types.uint8, 4): _read_int4,
     (types.uint8, 5): _read_two_level,
 }
-"""Key: dtype of the first field, number of fields."""
+"""Key: dtype of the first field, number of fields. bfloat16s are not read here: attention multiplies them in pairs
+(`find_rows`)."""
 
 
 @overload(write_row, jit_options=OPTIONS)

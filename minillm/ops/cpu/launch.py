@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -19,13 +20,16 @@ from minillm.ops.cpu.thread_choice import ThreadChoice
 STEP_LOCK = threading.Lock()
 """Held while a step runs on several threads. numba's `workqueue` layer ends the process if two Python threads use it at
 once. With numba's other layers two concurrent steps would only compete for the same processors."""
+NO_PROCESS = 0
+"""The id of no process."""
 
 
 class Launcher:
     """One entry point. Its first two arguments are `sync` and the number of threads (`team.join_team`)."""
 
     threaded_process: ClassVar[int | None] = None
-    """The first process, of this one and those it was forked from, that has run a step on several threads."""
+    """The first process, of this one and those it was forked from, that has run a step on several threads;
+    `NO_PROCESS` if numba could not start them."""
 
     def __init__(self, run: Any, run_together: Any) -> None:
         """`run`, compiled by numba, is one thread's part; `run_together` calls it on all of them."""
@@ -51,24 +55,41 @@ class Launcher:
         """Call it with these arguments after the first two. Returns the seconds that it took, without the time that it
         waited for `STEP_LOCK`."""
         self.sync[:] = 0
+        if threads > 1 and not self._starts_threads():
+            threads = 1
         given = (self.sync, threads, *arguments)
         if threads == 1:
             began = time.perf_counter()
-            self.run(*given)
+            run_compiled(self.run, *given)
             return time.perf_counter() - began
         with STEP_LOCK:
             began = time.perf_counter()
-            if Launcher.threaded_process is None:
-                Launcher.threaded_process = os.getpid()
-            if get_num_threads() != threads:
+            if (before := get_num_threads()) != threads:
                 set_num_threads(threads)
-            self.run_together(self.address or self._find_address(given), *given)
+            try:
+                run_compiled(self.run_together, self.address or self._find_address(given), *given)
+            finally:
+                if before != threads:
+                    set_num_threads(before)
             return time.perf_counter() - began
+
+    @staticmethod
+    def _starts_threads() -> bool:
+        """Whether numba can start threads. If it cannot, the first call warns of it."""
+        if Launcher.threaded_process is None:
+            try:
+                get_num_threads()
+            except ValueError as problem:  # NUMBA_THREADING_LAYER asks for a library that is not installed
+                Launcher.threaded_process = NO_PROCESS
+                warnings.warn(f"steps run on one thread: {problem}", RuntimeWarning, stacklevel=3)
+            else:
+                Launcher.threaded_process = os.getpid()
+        return Launcher.threaded_process != NO_PROCESS
 
     def _find_address(self, arguments: Sequence[Any]) -> int:
         """Compile `run` for these arguments, or load it from disk. Those of all later calls are of the same types."""
         kinds = tuple(map(typeof, arguments))
-        self.run.compile(kinds)
+        run_compiled(self.run.compile, kinds)
         compiled = self.run.overloads[kinds]
         self.address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
         return self.address
@@ -78,3 +99,12 @@ class Launcher:
         took is forgotten."""
         call()
         self.choice = ThreadChoice()
+
+
+def run_compiled(function: Callable[..., Any], *arguments: Any) -> None:
+    """Call one of numba's functions. If that compiles something and the result cannot be cached, because the disk is
+    full say, numba raises `OSError`; but it keeps the result, and the second call runs it."""
+    try:
+        function(*arguments)
+    except OSError:
+        function(*arguments)

@@ -258,21 +258,9 @@ def add_products(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -
 
 
 def add_words(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
-    """sums + the two products of each lane; `a`, `b`: two signed 16-bit numbers per lane."""
-    chip = processor()
-    if chip.is_x86 and chip.byte_lanes in PMADDWD:
-        parts = [
-            _add_pmaddwd(builder, s, x, y)
-            for s, x, y in zip(*(_split(builder, v, chip.byte_lanes) for v in (sums, a, b)), strict=True)
-        ]
-        return _joined(builder, parts)
-    half = ir.Constant(INTS, [16] * LANES)
-    for x, y in (
-        (builder.ashr(builder.shl(a, half), half), builder.ashr(builder.shl(b, half), half)),
-        (builder.ashr(a, half), builder.ashr(b, half)),
-    ):
-        sums = builder.add(sums, builder.mul(x, y))
-    return sums
+    """sums + the two products of each lane, by `vpmaddwd`; `a`, `b`: two signed 16-bit numbers per lane."""
+    vectors = (_split(builder, v, processor().byte_lanes) for v in (sums, a, b))
+    return _joined(builder, [_add_pmaddwd(builder, s, x, y) for s, x, y in zip(*vectors, strict=True)])
 
 
 def add_pairs(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:

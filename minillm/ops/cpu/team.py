@@ -31,7 +31,7 @@ STARTED = 1 << 32
 START_SPINS = 20_000
 """How often thread 0 looks for the other threads before it starts without them."""
 YIELD_SPINS = 1000
-"""A waiting thread yields its processor each time after so many spins, about 25 µs."""
+"""A waiting thread yields its processor each time after so many spins, about 40 µs."""
 YIELD = "SwitchToThread" if platform.system() == "Windows" else "sched_yield"
 
 

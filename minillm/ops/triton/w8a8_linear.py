@@ -93,7 +93,7 @@ def _w8a8_linear(
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `minillm.ops.quantized_linear.quantize_tokens`."""
+    """As `minillm.ops.quantized_linear.quantize_rows`."""
     x, (rows, columns) = contiguous_last_dims(x), x.shape
     codes = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)

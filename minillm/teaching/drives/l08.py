@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.teaching.drives.l08_launch import Fence, launch
+from minillm.teaching.drives.l08_launch import DEVICE, launch
 from minillm.teaching.drives.lazy_kernel import LazyKernel
+from minillm.teaching.fence import Fences
 
 
 def run_copy(
@@ -14,18 +15,18 @@ def run_copy(
 ) -> dict[str, object]:
     """Launch a copy of `x` `[rows, columns]`, with row stride `x_stride`, to a tensor with row stride `out_stride`."""
     rows, columns = x.shape
+    fences, grid = Fences(DEVICE), (rows, -(-columns // block))
+    fences.input("x", x, x_stride)
+    fences.output("out", (rows, columns), x.dtype, out_stride)
     numbers = (columns, x_stride, out_stride)
-    out, grid = Fence.empty((rows, columns), x.dtype, out_stride), (rows, -(-columns // block))
-    return launch(
-        kernel, grid, [Fence.around(x, x_stride)], out, numbers, block, columns % block == 0, against_wall, BLOCK=block
-    )
+    return launch(kernel, grid, fences, numbers, block, columns % block == 0, against_wall, BLOCK=block)
 
 
 def run_softmax(kernel: LazyKernel, x: Tensor, block: int, against_wall: bool = False) -> dict[str, object]:
     """Launch a softmax of each row of `x` `[rows, columns]`, one program per row."""
     rows, columns = x.shape
-    out = Fence.empty((rows, columns), x.dtype)
-    return launch(kernel, (rows,), [Fence.around(x)], out, (columns,), 1, columns == block, against_wall, BLOCK=block)
+    fences = _fences((rows, columns), x.dtype, x=x)
+    return launch(kernel, (rows,), fences, (columns,), 1, columns == block, against_wall, BLOCK=block)
 
 
 def run_rms_norm(
@@ -33,8 +34,8 @@ def run_rms_norm(
 ) -> dict[str, object]:
     """Launch RMSNorm of each row of `x` `[rows, columns]`, one program per row."""
     rows, columns = x.shape
-    inputs, out = [Fence.around(x), Fence.around(weight)], Fence.empty((rows, columns), x.dtype)
-    return launch(kernel, (rows,), inputs, out, (columns, eps), 1, columns == block, against_wall, BLOCK=block)
+    fences = _fences((rows, columns), x.dtype, x=x, weight=weight)
+    return launch(kernel, (rows,), fences, (columns, eps), 1, columns == block, against_wall, BLOCK=block)
 
 
 def run_dequantise(
@@ -42,7 +43,16 @@ def run_dequantise(
 ) -> dict[str, object]:
     """Launch codes `[rows, columns]` times scale `[rows]` → float32, with `rows_per_program` rows per program."""
     rows, columns = codes.shape
-    inputs, out = [Fence.around(codes), Fence.around(scale)], Fence.empty((rows, columns), torch.float32)
+    fences = _fences((rows, columns), torch.float32, codes=codes, scale=scale)
     grid, full = (-(-rows // rows_per_program),), rows % rows_per_program == 0 and columns == block
     numbers, sizes = (rows, columns), {"ROWS": rows_per_program, "BLOCK": block}
-    return launch(kernel, grid, inputs, out, numbers, rows_per_program, full, against_wall, **sizes)
+    return launch(kernel, grid, fences, numbers, rows_per_program, full, against_wall, **sizes)
+
+
+def _fences(shape: tuple[int, int], dtype: torch.dtype, **inputs: Tensor) -> Fences:
+    """The inputs and a result of this shape."""
+    fences = Fences(DEVICE)
+    for name, x in inputs.items():
+        fences.input(name, x)
+    fences.output("out", shape, dtype)
+    return fences

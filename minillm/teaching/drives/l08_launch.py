@@ -1,9 +1,7 @@
 """How lesson 08 launches a learner's kernel, and what it reports about the launch.
 
-Every tensor lies in a larger buffer filled with poison: NaN, or 99 for codes. A result holds poison too until it is
-written. So a kernel that reads past the end of a tensor gets NaN, and one that writes past it changes the poison. A
-read whose lanes are never stored has no such effect. It is found in the source (`unmasked_loads`) or by a protected
-page beside the tensor (`wall`).
+Every tensor is surrounded by poison (`fence`). A read past its end whose lanes are never stored has no effect on the
+result. It is found in the source (`unmasked_loads`) or by a protected page beside the tensor (`wall`).
 """
 
 from __future__ import annotations
@@ -22,70 +20,15 @@ from minillm.teaching.drives.lazy_kernel import error_in_words, resolve
 from minillm.teaching.drives.triton_kernels import KernelError, interpreting, kernel_type
 from minillm.teaching.drives.undefined_lanes import check_undefined, with_undefined_lanes
 from minillm.teaching.drives.wall import Wall, check_between_walls
+from minillm.teaching.fence import BITS, CANARY, Fences
 
-GUARD = 512
-"""Poisoned elements before and after every tensor: more than any wrong kernel of the lesson is off by."""
-POISON_CODE = 99
-UNWRITTEN = {torch.float32: 0x7FC0BEEF, torch.float16: 0x7E55}
-"""NaN with unusual bits, which distinguishes an unwritten element from a NaN that the kernel computed."""
-BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
-
-
-class Fence:
-    """A tensor surrounded by poison. `tensor` has `shape`; rows begin `stride` elements apart (None: contiguous)."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, stride: int | None = None) -> None:
-        rows = shape[0] if len(shape) == 2 else 1
-        stride = shape[-1] if stride is None else stride
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        poison = float("nan") if dtype.is_floating_point else POISON_CODE
-        self.buffer = torch.full((rows * stride + 2 * GUARD,), poison, dtype=dtype, device=device)
-        self.tensor = self.buffer.as_strided(shape, (stride, 1)[-len(shape) :], GUARD)
-        self.bits = self.buffer.view(BITS[dtype.itemsize])
-        self.before = self.bits.clone()
-
-    @classmethod
-    def around(cls, x: Tensor, stride: int | None = None) -> Fence:
-        """A fenced copy of `x`."""
-        fence = cls(tuple(x.shape), x.dtype, stride)
-        fence.tensor.copy_(x)
-        fence.before = fence.bits.clone()
-        return fence
-
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, stride: int | None = None) -> Fence:
-        """A fenced float tensor for a result; its elements are NaN until they are written."""
-        fence = cls(shape, dtype, stride)
-        fence.before = fence.bits.fill_(UNWRITTEN[dtype]).clone()
-        return fence
-
-    def unwritten(self) -> Fence:
-        """Another result of this shape, not written yet."""
-        stride = self.tensor.stride(0) if self.tensor.dim() == 2 else None
-        return Fence.empty(tuple(self.tensor.shape), self.tensor.dtype, stride)
-
-    def walled(self, wall: Wall) -> Tensor:
-        """A copy of the tensor with the same strides, which `wall` puts beside a protected page."""
-        size = 1 + sum((n - 1) * step for n, step in zip(self.tensor.shape, self.tensor.stride(), strict=True))
-        return wall(self.buffer[GUARD : GUARD + size]).as_strided(self.tensor.shape, self.tensor.stride())
-
-    def is_written(self) -> Tensor:
-        """Which elements of a result a launch has written: booleans of its shape."""
-        return self.tensor.contiguous().view(self.bits.dtype) != UNWRITTEN[self.tensor.dtype]
-
-    def num_changed(self, outside: bool) -> int:
-        """The number of elements that have changed: of the whole buffer, or only `outside` the tensor."""
-        changed = self.bits != self.before
-        if outside:
-            changed.as_strided(self.tensor.shape, self.tensor.stride(), GUARD).fill_(False)
-        return int(changed.sum())
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def launch(
     function: Any,
     grid: tuple[int, ...],
-    inputs: Sequence[Fence],
-    out: Fence,
+    fences: Fences,
     numbers: Sequence[Any],
     share: int,
     full: bool,
@@ -94,11 +37,11 @@ def launch(
 ) -> dict[str, object]:
     """Launch the kernel `function`; return its result and what it did outside of it.
 
-    The kernel gets the tensors of `inputs`, the tensor of `out`, `numbers`, and `sizes` as its `tl.constexpr`. The last
-    axis of `grid` divides that axis of `out` into parts of `share` elements, one per program. If it can
-    (`can_lack_a_program`), the kernel runs once more without the last program of that axis, whose part must then stay
-    unwritten. `full`: all lanes have an element to work on, so the kernel needs no masks. With `against_wall` it runs
-    twice more, on tensors that end where their memory ends, and on tensors that begin where it begins.
+    The kernel gets the tensors of `fences`, of which the last is `out`, then `numbers`, and `sizes` as its
+    `tl.constexpr`. The last axis of `grid` divides that axis of `out` into parts of `share` elements, one per program.
+    If it can (`can_lack_a_program`), the kernel runs once more without the last program of that axis, whose part must
+    then stay unwritten. `full`: all lanes have an element to work on, so the kernel needs no masks. With `against_wall`
+    it runs twice more, on tensors that end where their memory ends, and on tensors that begin where it begins.
 
     Raises:
         NotImplementedError: the kernel is a stub.
@@ -107,12 +50,12 @@ def launch(
         LessonError: `function` is not a kernel, or has other parameters.
     """
     kernel = resolve(function)
+    tensors = [fence.tensor for fence in fences.fences]
+    *given, out = tensors
     if not hasattr(kernel, "fn"):
-        function(
-            *(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes
-        )  # a stub without @triton.jit raises here
+        function(*tensors, *numbers, **sizes)  # a stub without @triton.jit raises here
         raise LessonError("this is a Python function, not a kernel: is @triton.jit above it?")
-    _check_parameters(kernel, len(inputs) + 1 + len(numbers), tuple(sizes))
+    _check_parameters(kernel, len(tensors) + len(numbers), tuple(sizes))
     tree = source_of(kernel)
     if (stub := stub_message(tree)) is not None:
         raise NotImplementedError(stub)
@@ -120,33 +63,49 @@ def launch(
         if type(kernel) is not kernel_type():  # which raises if Triton cannot run
             raise LessonError("this is no kernel: put @triton.jit alone above it, and run the notebook from the top")
         try:
-            kernel[grid](*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)
+            kernel[grid](*tensors, *numbers, **sizes)
         except Exception as problem:
             raise KernelError(error_in_words(problem, kernel.fn.__name__)) from problem
         for load, variant in with_undefined_lanes(kernel):
-            again = out.unwritten()
-            variant[grid](*(fence.tensor for fence in inputs), again.tensor, *numbers, **sizes)
-            check_undefined(load, [(out.tensor, again.tensor)])
-        part, without_last = out.unwritten(), (*grid[:-1], grid[-1] - 1)
+            again = _unwritten(out)
+            variant[grid](*given, again, *numbers, **sizes)
+            check_undefined(load, [(out, again)])
+        part, without_last = _unwritten(out), (*grid[:-1], grid[-1] - 1)
         if can_lack_a_program(kernel):
             with num_programs_of(grid):
-                kernel[without_last](*(fence.tensor for fence in inputs), part.tensor, *numbers, **sizes)
-        of_last = part.is_written().split(share, dim=len(grid) - 1)[-1]
+                kernel[without_last](*given, part, *numbers, **sizes)
+        of_last = _is_written(part).split(share, dim=len(grid) - 1)[-1]
         found = {
-            "out": out.tensor.cpu(),
-            "numbers of out never written": int((~out.is_written()).sum()),
-            "numbers written outside of out": out.num_changed(outside=True),
+            "out": out.cpu(),
+            "numbers of out never written": int((~_is_written(out)).sum()),
+            "numbers written outside of out": len(fences.fences[-1].changed(outside=True)),
             "numbers of the last program written by others": int(of_last.sum()),
-            "input numbers overwritten": sum(fence.num_changed(outside=False) for fence in inputs),
+            "input numbers overwritten": sum(len(fence.changed(outside=False)) for fence in fences.fences[:-1]),
             "blocks loaded without a mask": [] if full else unmasked_loads(tree),
         }
         if against_wall and not found["blocks loaded without a mask"]:
             check_between_walls(
-                [name.removesuffix("_ptr") for name in inspect.signature(kernel.fn).parameters][: len(inputs) + 1],
-                lambda wall: [fence.walled(wall) for fence in (*inputs, out)],
+                [name.removesuffix("_ptr") for name in inspect.signature(kernel.fn).parameters][: len(tensors)],
+                lambda wall: [_walled(x, wall) for x in tensors],
                 lambda copies: kernel[grid](*copies, *numbers, **sizes),
             )
     return found
+
+
+def _unwritten(out: Tensor) -> Tensor:
+    """Another result like `out`, not written yet."""
+    return Fences(DEVICE).output("out", out.shape, out.dtype, out.stride(0) if out.dim() == 2 else None)
+
+
+def _is_written(out: Tensor) -> Tensor:
+    """Which elements of a float result a launch has written: booleans of its shape."""
+    return out.contiguous().view(BITS[out.dtype.itemsize]) != CANARY[out.dtype]
+
+
+def _walled(x: Tensor, wall: Wall) -> Tensor:
+    """A copy of the tensor with the same strides, which `wall` puts beside a protected page."""
+    size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return wall(x.as_strided((size,), (1,))).as_strided(x.shape, x.stride())
 
 
 def can_lack_a_program(kernel: Any) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from minillm.teaching.drives.only_torch import refuse_numpy
+
 Function = Callable[..., Any]
 PRODUCTS = {"matmul", "__matmul__", "linalg_matmul", "mm", "bmm", "mv", "dot", "linalg_vecdot", "inner", "linear"}
 ADDED_PRODUCTS = {"addmm", "addmv", "addbmm", "baddbmm"}
@@ -28,6 +30,7 @@ class Products(TorchFunctionMode):
         self.results = self.inputs = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_numpy(func)
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         name = getattr(func, "__name__", "")

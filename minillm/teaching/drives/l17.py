@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from minillm.beside.chunked_training import SavedBytes
+from minillm.teaching.drives.only_torch import refuse_numpy
 
 Function = Callable[..., Any]
 
@@ -24,6 +25,7 @@ class LargestTensor(TorchFunctionMode):
         self.memory = {_memory(x) for x in inputs}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_numpy(func)
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor) and not (self.memory and _memory(found) in self.memory):
             self.numbers = max(self.numbers, found.numel())

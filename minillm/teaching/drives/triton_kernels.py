@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 
 from minillm.errors import LessonError
 from minillm.ops.dispatch import has_triton
+from minillm.teaching.source import compiled
 
 
 class KernelError(LessonError):
@@ -41,10 +41,9 @@ def changed_kernel(right: Any, changes: Sequence[tuple[str, str]], space: Mappin
 def kernel_of_text(source: str, name: str, space: Mapping[str, Any]) -> Any:
     """Return the kernel `name` that `source` defines; `space`: the globals that it uses."""
     file = f"<{name} with changes, {abs(hash(source))}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads the source
     own = dict(space)
     with interpreting():
-        exec(compile(source, file, "exec"), own)
+        exec(compiled(source, file), own)
     return own[name]
 
 

@@ -18,8 +18,8 @@ from minillm.teaching.exercises._l04_reference import (
     score_error_bound,
     unpack_int4,
 )
-from minillm.teaching.exercises._solution import body
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, shape
+from minillm.teaching.source import body_of
 
 RELATIVE = close(1e-4, 0.0)
 """Compares numbers of any size: scales and outputs can be far below the absolute tolerance of `values_match`."""
@@ -66,7 +66,7 @@ _SYMMETRIC = Exercise(
         "scale.",
         "amax = …; scale = torch.where(amax == 0, …, …).to(torch.bfloat16); codes = (x / …).round() within ±levels, as "
         "int8. The scale needs a last dimension to divide x: scale.float()[..., None].",
-        body(quantise_symmetric),
+        body_of(quantise_symmetric),
     ),
     wrong=(*SYMMETRIC, *slips.SYMMETRIC),
     fallback_diagnosis=_about_rows_of_zeros,
@@ -91,7 +91,7 @@ _PACK = Exercise(
         "Keep the lowest four bits of every code (& 15). Shift the odd codes left by four bits and combine them "
         "with the even ones by |. Do it in uint8: in int8 the shift changes the sign bit.",
         "nibbles = codes.to(torch.uint8) & …; return nibbles[..., ::2] | (… << …).",
-        body(pack_int4),
+        body_of(pack_int4),
     ),
     wrong=(*PACK, *slips.PACK),
 )
@@ -112,7 +112,7 @@ _UNPACK = Exercise(
         "packed & 15 is the low half, packed >> 4 the high one. They must alternate in the result: stack them along a "
         "new last dimension and flatten. Subtract 16 from values above 7.",
         "nibbles = torch.stack((…, …), dim=-1).flatten(-2).to(torch.int8); return torch.where(…, …, nibbles).",
-        body(unpack_int4),
+        body_of(unpack_int4),
     ),
     wrong=(*UNPACK, *slips.UNPACK),
 )
@@ -150,7 +150,7 @@ _PER_CHANNEL = Exercise(
         "grouped = …; low, high = …; zero = low.half(); scale = (…).half(), and 1 where it is not above 0; codes = "
         "((grouped - …) / …).round().clamp(…), and back to [tokens, heads, dim] by .flatten(0, 1). zero and scale need "
         "another dimension there: zero.float()[:, None].",
-        body(quantise_per_channel),
+        body_of(quantise_per_channel),
     ),
     wrong=(*PER_CHANNEL, *slips.PER_CHANNEL),
     parts=("codes", "scale", "zero"),
@@ -174,7 +174,7 @@ _BYTES = Exercise(
         "numbers = 2 (K and V) · layers · KV heads · width. Codes take numbers · bits / 8 bytes, and there are "
         "numbers / group_size groups of group_bytes each.",
         "numbers = 2 * …; return numbers * … // 8 + numbers // … * ….",
-        body(cache_bytes),
+        body_of(cache_bytes),
     ),
     wrong=(*BYTES, *slips.BYTES),
     fallback_diagnosis=about_factor,
@@ -193,7 +193,7 @@ _BOUND = Exercise(
         "The worst case adds |q_i| · s / 2 over all channels: the sum of absolute values of q, times s / 2. Then the "
         "division by √d that every score has.",
         "…[:, None] · scale[None, :] / (…): one number per query, as a column, times one per key, as a row.",
-        body(score_error_bound),
+        body_of(score_error_bound),
     ),
     wrong=(*BOUND, *slips.BOUND),
 )

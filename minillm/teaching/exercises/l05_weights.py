@@ -19,7 +19,7 @@ from minillm.teaching.exercises._l05_reference import (
     split_outliers,
     w8a8_linear,
 )
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 
 RELATIVE = close(1e-4, 0.0)
 """Compares numbers of any size: scales and outputs can be far below the absolute tolerance of `values_match`."""
@@ -58,7 +58,7 @@ _ROWS = Exercise(
         "where the row is all zeros. The codes are weight / scale, rounded.",
         "amax = …; scale = torch.where(amax == 0, …, …); return (weight / scale[:, None])… .to(torch.int8), scale. The "
         "dots are yours.",
-        body(quantise_rows),
+        body_of(quantise_rows),
     ),
     wrong=(*ROWS, *slips.ROWS),
     parts=("codes", "scale"),
@@ -92,7 +92,7 @@ _LINEAR = Exercise(
         "Σ (cx·sx)(cw·sw) = sx·sw·Σ cx·cw, where sx belongs to the token (a row of the result) and sw to the output "
         "(a column). The sum does not fit into int8: 127 · 127 alone is 16129. Convert the codes first.",
         "x_codes, x_scale = …; return (… @ codes.float().T) times the two scales, one shaped [tokens, 1], one [out].",
-        "The whole of it (if you have skipped quantise_rows, call my_rows instead):" + body(w8a8_linear),
+        "The whole of it (if you have skipped quantise_rows, call my_rows instead):" + body_of(w8a8_linear),
     ),
     wrong=(*LINEAR, *slips.LINEAR),
 )
@@ -127,7 +127,7 @@ _GROUPS = Exercise(
         "low, high = grouped.amin(2)…, grouped.amax(2)…; scale = (…).half(), and 1 where that is 0; zero = "
         "(…).round().clamp(0, 15); codes = ((grouped / scale.float()[..., None]).round() + …)… .flatten(1). The dots "
         "are yours.",
-        body(quantise_groups),
+        body_of(quantise_groups),
     ),
     wrong=(*GROUPS, *slips.GROUPS),
     parts=("codes", "scale", "zero"),
@@ -172,7 +172,7 @@ _AWQ = Exercise(
         "least.",
         "mean, exact = …; best, least = …, infinity; for a in exponents: s = …; error = ((x / s) @ … - "
         "exact).square().sum(); keep (a, s) if the error is less than the least so far.",
-        body(awq_scale),
+        body_of(awq_scale),
     ),
     wrong=(*AWQ, *slips.AWQ),
     parts=("a", "s"),
@@ -219,7 +219,7 @@ _OUTLIERS = Exercise(
         "on the flattened matrix and make a boolean mask of them.",
         "kept = torch.zeros(weight.numel(), dtype=torch.bool); kept[… .indices] = True; kept = kept.view_as(weight). "
         "Then two calls of weight.masked_fill, one with kept and one with ~kept.",
-        body(split_outliers),
+        body_of(split_outliers),
     ),
     wrong=(*OUTLIERS, *slips.OUTLIERS),
     parts=("dense", "sparse"),

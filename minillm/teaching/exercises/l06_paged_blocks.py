@@ -17,7 +17,7 @@ from minillm.teaching.exercises._l06_reference import (
     release,
     slot_mapping,
 )
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 
 _ALLOCATE = Exercise(
     name="l06.allocate",
@@ -35,7 +35,7 @@ _ALLOCATE = Exercise(
         "block taken has one owner.",
         "if …: return None. Then taken = [… for _ in range(count)], and for each block of taken set its entry of "
         "ref_counts. What stands for the dots?",
-        body(allocate),
+        body_of(allocate),
     ),
     wrong=(*ALLOCATE, *slips.ALLOCATE),
     in_place=("free", "ref_counts"),
@@ -56,7 +56,7 @@ _RELEASE = Exercise(
         "A block may have several owners. Which of them may return it to the pool?",
         "Decrement the reference count first. If it is now zero, append the block to free.",
         "for block in block_ids: decrement ref_counts[block]; if …: free.append(block). What is the condition?",
-        body(release),
+        body_of(release),
     ),
     wrong=(*RELEASE, *slips.RELEASE),
     in_place=("free", "ref_counts"),
@@ -79,7 +79,7 @@ _SLOTS = Exercise(
         "a physical block, and physical block b begins at slot b · block_size.",
         "[block_table[…] * block_size + … for position in range(start, start + num_tokens)]: two expressions are "
         "missing.",
-        body(slot_mapping),
+        body_of(slot_mapping),
     ),
     wrong=(*SLOTS, *slips.SLOTS),
 )
@@ -120,7 +120,7 @@ _ATTENTION = Exercise(
         "the last len(q) of them, so the mask needs lesson 2's offset.",
         "slots = torch.tensor(slot_mapping(…)). New token i has position seq_len - len(q) + i and may see key j "
         "if j <= that position: mask is [num_new, seq_len]. Then attention(q, keys[slots], values[slots], mask).",
-        "The whole of it (if you have skipped slot_mapping, call my_slots instead):" + body(gather_attention),
+        "The whole of it (if you have skipped slot_mapping, call my_slots instead):" + body_of(gather_attention),
     ),
     wrong=(*ATTENTION, *slips.ATTENTION),
 )
@@ -166,7 +166,7 @@ _PREFIX = Exercise(
         "stop at the first hash that is not in known. Leave out a block that would contain the last token.",
         "for start in range(0, …, block_size): parent = hash_block_tokens(parent, …); break if it is not known; else "
         "append known[parent]. The range must end before the block with the last token.",
-        body(find_prefix),
+        body_of(find_prefix),
     ),
     wrong=(*PREFIX, *slips.PREFIX),
     run_case=use_find,
@@ -189,7 +189,7 @@ _OWN = Exercise(
         "old = block_table[index]; return if …; [new] = allocate(free, ref_counts, 1); copy slots … of keys and of "
         "values; block_table[index] = new; release(…). Block b covers slots b · block_size … (b + 1) · block_size - 1.",
         "The whole of it (if you have skipped allocate or release, call my_allocate or my_release instead):"
-        + body(own_block),
+        + body_of(own_block),
     ),
     wrong=(*OWN, *slips.OWN),
     run_case=use_own,

@@ -8,7 +8,7 @@ from minillm.teaching.exercise import Case, Exercise
 from minillm.teaching.exercises import _l07_slips as slips
 from minillm.teaching.exercises._l07_mistakes import ADMIT, BUDGET, STATIC, VICTIM
 from minillm.teaching.exercises._l07_reference import admit, choose_victim, share_budget, static_steps
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 
 _STATIC = Exercise(
     name="l07.static_steps",
@@ -26,7 +26,7 @@ _STATIC = Exercise(
         "Cut the list into batches of batch_size, in order. A batch takes as many steps as its largest number. Add the "
         "steps of all batches.",
         "sum(… of lengths[i : i + batch_size] for i in range(0, len(lengths), batch_size)). What stands for the dots?",
-        body(static_steps),
+        body_of(static_steps),
     ),
     wrong=(*STATIC, *slips.STATIC),
 )
@@ -51,7 +51,7 @@ _BUDGET = Exercise(
         "Subtract each share from the budget.",
         "for number, tokens in enumerate(wanted): behind = …; append min(tokens, …) to the shares; subtract that "
         "share from the budget. Two expressions are missing.",
-        body(share_budget),
+        body_of(share_budget),
     ),
     wrong=(*BUDGET, *slips.BUDGET),
 )
@@ -86,7 +86,7 @@ _ADMIT = Exercise(
         "first request that cannot be admitted. Its share of this step is the smaller of its tokens and the budget.",
         "for tokens in waiting: compute blocks; break if … or … or …; then subtract from free_blocks, append "
         "the share, subtract it from the budget. The three conditions are missing.",
-        body(admit),
+        body_of(admit),
     ),
     wrong=(*ADMIT, *slips.ADMIT),
 )
@@ -110,7 +110,7 @@ _VICTIM = Exercise(
         "largest is preempted. Return its index, not the pair.",
         "max(range(len(running)), key=…): the key maps an index to the pair to compare. Python compares tuples "
         "entry by entry.",
-        body(choose_victim),
+        body_of(choose_victim),
     ),
     wrong=VICTIM,
 )

@@ -13,7 +13,7 @@ from minillm.teaching.exercises import _l10_slips as slips
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._l10_mistakes import ACCEPT, RESIDUAL, ROLLBACK, VERIFY
 from minillm.teaching.exercises._l10_reference import accept_rule, residual, rollback, verify_chain
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 
 
 def _rows(*rows: list[float]) -> Tensor:
@@ -63,7 +63,7 @@ _ACCEPT = Exercise(
         "q(x) is 0, the draft model cannot have drawn x: give NaN there (torch.where).",
         "p_x = p.gather(-1, x[..., None]).squeeze(-1), and the same for q_x. Then torch.where(…, (…).clamp(max=1.0), "
         "math.nan): the condition and the ratio are missing.",
-        body(accept_rule),
+        body_of(accept_rule),
     ),
     wrong=(*ACCEPT, *slips.ACCEPT),
     fallback_diagnosis=_about_chances,
@@ -99,7 +99,7 @@ _RESIDUAL = Exercise(
         "there is nothing to divide: return the row of p.",
         "left = (p - q).clamp(…); total = left.sum(…, keepdim=True); torch.where(…, left / total, p). Three parts are "
         "missing.",
-        body(residual),
+        body_of(residual),
     ),
     wrong=(*RESIDUAL, *slips.RESIDUAL),
     fallback_diagnosis=_about_residual,
@@ -153,7 +153,7 @@ _VERIFY = Exercise(
         "n = 0; while n < len(drafts) and …: n += 1. Then last = … if n < len(drafts) else p[n : n + 1], and return "
         "[*drafts[:n], int(sample(last, uniforms[-1:]))]. The condition and the residual are missing.",
         "The whole of it (if you have skipped accept_rule or residual, call my_accept or my_residual instead):"
-        + body(verify_chain),
+        + body_of(verify_chain),
     ),
     wrong=(*VERIFY, *slips.VERIFY),
 )
@@ -180,7 +180,7 @@ _ROLLBACK = Exercise(
         "in both caches. The draft model's cache may have fewer; a slice beyond its end is no error.",
         "num_valid = len(target) - (…); return target[:num_valid], draft[…]. Two parts are missing. Do not write "
         "rows[:-rejected]: with rejected = 0 that is rows[:0].",
-        body(rollback),
+        body_of(rollback),
     ),
     wrong=ROLLBACK,
     parts=("target rows", "draft rows"),

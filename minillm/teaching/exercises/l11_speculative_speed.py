@@ -20,7 +20,7 @@ from minillm.teaching.exercises._l11_reference import (
     ngram_propose,
     tree_mask,
 )
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 
 
 def _about_tokens(attempt: Attempt) -> str | None:
@@ -52,7 +52,7 @@ _TOKENS = Exercise(
         "A draft is kept if it and all drafts before it are accepted: with probability α₁·α₂·…·αᵢ. Add these products "
         "for all positions, and 1 for the target's own token.",
         "tokens = survival = 1.0\nfor alpha in alphas:\n    survival *= …\n    tokens += …\nreturn tokens",
-        body(expected_tokens),
+        body_of(expected_tokens),
     ),
     wrong=mistakes.TOKENS,
     fallback_diagnosis=_about_tokens,
@@ -99,7 +99,7 @@ _GAMMA = Exercise(
         "largest quotient; take the smallest g of equals.",
         "speeds = [1.0]\ntokens = survival = 1.0\nfor gamma, alpha in enumerate(alphas, start=1):\n    survival *= …\n"
         "    tokens += …\n    speeds.append(… / …)\nreturn speeds.index(max(speeds))",
-        body(best_gamma),
+        body_of(best_gamma),
     ),
     wrong=mistakes.GAMMA,
     fallback_diagnosis=_about_gamma,
@@ -153,7 +153,7 @@ _NGRAM = Exercise(
         "            followed = …\n"
         "            return [followed[…] for i in range(count)]   # repeats from the first\n"
         "return []",
-        body(ngram_propose),
+        body_of(ngram_propose),
     ),
     wrong=mistakes.NGRAM,
     fallback_diagnosis=_about_drafts,
@@ -193,7 +193,7 @@ _TREE = Exercise(
         "for row, parent in enumerate(parents, start=1):\n"
         "    mask[row] |= mask[…]\n"
         "return mask",
-        body(tree_mask),
+        body_of(tree_mask),
     ),
     wrong=mistakes.TREE,
     fallback_diagnosis=_about_mask,
@@ -268,7 +268,7 @@ _CHOOSE = Exercise(
         "    tokens += …; counts[r] += 1\n"
         "    if tokens / seconds[m] > fastest: remember the quotient and a copy of counts\n"
         "return chosen",
-        body(choose_drafts),
+        body_of(choose_drafts),
     ),
     wrong=mistakes.CHOOSE,
     fallback_diagnosis=_about_choice,
@@ -314,7 +314,7 @@ _DISTIL = Exercise(
         "p and q are softmax of the logits, over the vocabulary (the last dimension). The acceptance is Σ min(p, q) in "
         "each row. The loss is minus the logarithm of it, averaged over the rows.",
         "p, q = target_logits.softmax(…), draft_logits.softmax(…)\nreturn -torch.minimum(…, …).sum(…).log().mean()",
-        body(distil_loss),
+        body_of(distil_loss),
     ),
     wrong=mistakes.DISTIL,
     fallback_diagnosis=_about_loss,

@@ -18,7 +18,7 @@ from minillm.teaching.exercises._l12_reference import (
     step_seconds,
     two_levels,
 )
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 from minillm.teaching.workshop.l12_costs import Machine, Shape
 
 _SHAPE = Shape(parameters=100.0, weight_bytes=200.0, kv_bytes=4.0, attention_flops=8.0)
@@ -65,7 +65,7 @@ _SECONDS = Exercise(
         "request 2 for every parameter, and attention_flops for every cached token. Divide the bytes by the bandwidth "
         "and the operations by the rate; the longer time counts.",
         "read = shape.weight_bytes + …\noperations = batch * rows * (2 * shape.parameters + …)\nreturn max(…, …)",
-        body(step_seconds),
+        body_of(step_seconds),
     ),
     wrong=mistakes.SECONDS,
     fallback_diagnosis=_about_seconds,
@@ -122,7 +122,7 @@ _BREAK_EVEN = Exercise(
         "solution: math.inf.",
         "operations_per_byte = machine.flops / machine.bandwidth\nspare = … - …   # per cached token\n"
         "return … / spare if spare > 0 else math.inf",
-        body(break_even_context),
+        body_of(break_even_context),
     ),
     wrong=mistakes.BREAK_EVEN,
     fallback_diagnosis=_about_context,
@@ -172,7 +172,7 @@ _VIEW = Exercise(
         "last = num_tokens - 1\nnewest = last // block_size\n"
         "kept = [0, *range(…, newest)] if newest > most else list(range(newest))\n"
         "left_out = … * block_size\nreturn [block_table[i] for i in kept] + …, …, left_out",
-        body(sink_view),
+        body_of(sink_view),
     ),
     wrong=mistakes.VIEW,
     fallback_diagnosis=_about_view,
@@ -262,7 +262,7 @@ _SNAPKV = Exercise(
         "of_blocks = F.pad(of_tokens, (0, …)).view(count, block_size).sum(…)   # F.pad also cuts\n"
         "window = …\nbest = of_blocks[: …].argsort(descending=True, stable=True)[: …]\n"
         "return sorted(best.tolist()) + list(range(…, count))",
-        "from torch.nn import functional as F\n" + body(snapkv_blocks),
+        "from torch.nn import functional as F\n" + body_of(snapkv_blocks),
     ),
     wrong=mistakes.SNAPKV,
     fallback_diagnosis=_about_choice,
@@ -320,7 +320,7 @@ _LEVELS = Exercise(
         "steps, count what is left in sixteenths, round, and limit to -8 … 7. Return both as torch.int8.",
         "steps = …\nupper = steps.round().clamp(…, …)\nlower = (… * 16).round().clamp(…, …)\n"
         "return upper.to(torch.int8), lower.to(torch.int8)",
-        body(two_levels),
+        body_of(two_levels),
     ),
     wrong=mistakes.LEVELS,
     fallback_diagnosis=_about_levels,

@@ -16,7 +16,7 @@ from minillm.teaching.exercises._l13_reference import (
     kept_clusters,
     low_rank,
 )
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -83,7 +83,7 @@ _CHANNELS = Exercise(
         "row, then sort their indices.",
         "of_queries = queries.square().unflatten(1, (…, -1)).mean((…, …))\nof_keys = …\n"
         "best = (…).argsort(dim=1, descending=True, stable=True)[:, :count]\nreturn best.sort(dim=1).values",
-        body(kept_channels),
+        body_of(kept_channels),
     ),
     wrong=mistakes.CHANNELS,
     fallback_diagnosis=_about_channels,
@@ -157,7 +157,7 @@ _LOW_RANK = Exercise(
         "read it (repeat_interleave) and multiply `out` by it.",
         "basis = torch.linalg.svd(…).U[…]\nof_heads = basis.unflatten(0, (-1, …))   # [num_kv_heads, head_dim, rank]\n"
         "group = …\nreturn basis, out @ of_heads.repeat_interleave(…, 0)",
-        body(low_rank),
+        body_of(low_rank),
     ),
     wrong=mistakes.LOW_RANK,
     fallback_diagnosis=_about_low_rank,
@@ -219,7 +219,7 @@ _ERROR = Exercise(
         "for position in positions:\n    cos, sin = (…).cos().diag(), …\n"
         "    rotation = torch.cat((torch.cat((cos, …), 1), torch.cat((…, cos), 1)))\n"
         "    errors.append(float((… - …).norm() / …))\nreturn max(errors)",
-        body(commutation_error),
+        body_of(commutation_error),
     ),
     wrong=mistakes.ERROR,
     fallback_diagnosis=_about_error,
@@ -269,7 +269,7 @@ _CENTRES = Exercise(
         "q · R(p) c = cos · (qx x + qy y) + sin · (qy x - qx y). The first halves of query and centres are x, the "
         "second halves y (`chunk`). Stack both rows; do not sum over the pairs.",
         "qx, qy = query.chunk(2)\nx, y = centres.chunk(2, dim=1)\nreturn torch.stack((qx * x + …, … - …))",
-        body(absorb_centres),
+        body_of(absorb_centres),
     ),
     wrong=mistakes.CENTRES,
     fallback_diagnosis=_about_table,
@@ -332,7 +332,7 @@ _CLUSTERS = Exercise(
         "the query heads. Equal attention would give 1 / sizes.sum().",
         "scores = … * queries.shape[1] ** -0.5\ntotal = (scores + …).logsumexp(1, keepdim=True)\n"
         "weights = (…).exp().mean(0)\nreturn weights * … >= threshold",
-        body(kept_clusters),
+        body_of(kept_clusters),
     ),
     wrong=mistakes.CLUSTERS,
     fallback_diagnosis=_about_kept,

@@ -13,7 +13,7 @@ from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l14_mistakes as mistakes
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._l14_reference import best_split, break_even_tokens, find_entry, rerotate
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 from minillm.teaching.workshop.l14_store import NOTHING, Key
 
 
@@ -54,7 +54,7 @@ _BREAK_EVEN = Exercise(
         "A token takes kv_bytes / bandwidth seconds on the link. It saves seconds_per_token less that. Divide the "
         "latency by it. If nothing is saved, no number of tokens is enough: math.inf.",
         "saved = seconds_per_token - …\nreturn … / saved if saved > 0 else …",
-        body(break_even_tokens),
+        body_of(break_even_tokens),
     ),
     wrong=mistakes.BREAK_EVEN,
     fallback_diagnosis=_about_break_even,
@@ -105,7 +105,7 @@ _SPLIT = Exercise(
         "two whole numbers around it. Or compute T for each l from 0 to num_tokens, and take the least.",
         "if …:\n    return 0\nbalance = …\n\ndef seconds(split):\n    rest = …\n    return … + max(…, rest)\n\n"
         "return min(math.floor(balance), math.ceil(balance), key=seconds)",
-        "import math\n" + body(best_split),
+        "import math\n" + body_of(best_split),
     ),
     wrong=mistakes.SPLIT,
     fallback_diagnosis=_about_split,
@@ -155,7 +155,7 @@ _ROTATE = Exercise(
         "first belongs to channel i of the second. Rotate the pair (x, y) to (x cos - y sin, y cos + x sin).",
         "angles = …\ncos, sin = angles.cos(), angles.sin()\nfirst, second = keys.chunk(2, dim=-1)\n"
         "return torch.cat((…, …), dim=-1)",
-        "import torch\n" + body(rerotate),
+        "import torch\n" + body_of(rerotate),
     ),
     wrong=mistakes.ROTATE,
     fallback_diagnosis=_about_keys,
@@ -237,7 +237,7 @@ _ENTRY = Exercise(
         "wanted.start - entry.start, and it is not exact. If none is usable: None.",
         "same = (wanted.text, wanted.model, …)\nusable = [i for i, e in enumerate(entries) if (…) == same]\n"
         "for i in usable:\n    if …:\n        return i, 0, True\nreturn (usable[0], …, False) if usable else None",
-        body(find_entry),
+        body_of(find_entry),
     ),
     wrong=mistakes.ENTRY,
     fallback_diagnosis=_about_entry,

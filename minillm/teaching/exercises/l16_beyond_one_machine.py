@@ -17,7 +17,7 @@ from minillm.teaching.exercises._l16_reference import (
     route,
     row_parallel,
 )
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 
 
 def _about_outputs(attempt: Attempt) -> str | None:
@@ -64,7 +64,7 @@ _COLUMN = Exercise(
         "A rank has out / size outputs, and those of rank r begin at r · out / size. It multiplies all of x by these "
         "rows of the weight, and adds these numbers of the bias.",
         "own = slice(…, …)\nreturn x @ weight[own].T + …",
-        body(column_parallel),
+        body_of(column_parallel),
     ),
     wrong=mistakes.COLUMN,
     fallback_diagnosis=_about_outputs,
@@ -101,7 +101,7 @@ _ROW = Exercise(
         "shape of the whole result, but it is only a part of each sum: add those of all ranks. Add the bias once.",
         "width = parts[0].shape[1]\npartial = [part @ weight[:, …].T for r, part in enumerate(parts)]\n"
         "return sum(…) + …",
-        body(row_parallel),
+        body_of(row_parallel),
     ),
     wrong=mistakes.ROW,
     fallback_diagnosis=_about_sums,
@@ -157,7 +157,7 @@ _HEADS = Exercise(
         "rank · num_kv_heads // size.",
         "if num_heads % size or (… and …):\n    return None\nheads, kv_heads = …, max(1, …)\nfirst = …\n"
         "return range(rank * heads, …), range(first, …)",
-        body(heads_of_rank),
+        body_of(heads_of_rank),
     ),
     wrong=mistakes.HEADS,
     fallback_diagnosis=_about_heads,
@@ -197,7 +197,7 @@ _SECONDS = Exercise(
         "First every chunk is summed on its way around the ring, then the sums go around: size - 1 steps each. In each "
         "step every rank sends one chunk of num_bytes / size: latency plus bytes over bandwidth.",
         "steps = 2 * (…)\nreturn steps * (latency + … / bandwidth)",
-        body(all_reduce_seconds),
+        body_of(all_reduce_seconds),
     ),
     wrong=mistakes.SECONDS,
     fallback_diagnosis=_about_seconds,
@@ -254,7 +254,7 @@ _ROUTE = Exercise(
         "highest count; among equals the one with the lowest queued[r], and among those the first.",
         "def hits(replica):\n    count = 0\n    while …:\n        count += 1\n    return count\n\n"
         "return min(range(len(cached)), key=lambda r: (…, …))",
-        body(route),
+        body_of(route),
     ),
     wrong=mistakes.ROUTE,
     fallback_diagnosis=_about_route,

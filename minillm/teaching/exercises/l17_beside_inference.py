@@ -18,7 +18,7 @@ from minillm.teaching.exercises._l17_reference import (
     one_bit_and_exact,
     tiled_lse,
 )
-from minillm.teaching.exercises._solution import body
+from minillm.teaching.source import body_of
 
 
 def _part_of(attempt: Attempt, name: str) -> tuple[object, object]:
@@ -71,7 +71,7 @@ _LSE = Exercise(
         "is log(e^a + e^b) without overflow.",
         "lse = torch.full((len(x),), -torch.inf)\nfor first in range(0, …, tile):\n    "
         "part = (x @ … / …).logsumexp(1)\n    lse = torch.logaddexp(…, …)\nreturn lse",
-        body(tiled_lse),
+        body_of(tiled_lse),
     ),
     wrong=mistakes.LSE,
     fallback_diagnosis=_about_lse,
@@ -123,7 +123,7 @@ _BACKWARD = Exercise(
         "At last add past.grad to what was sent to all rows before.",
         "sent = torch.zeros_like(kept)\nfor start, end in reversed(chunks):\n    past = kept[…].detach().requires_grad_"
         "()\n    loss, rows = run(start, end, past)\n    (loss + …).backward()\n    sent[…] += …\nreturn sent",
-        body(backward_in_chunks),
+        body_of(backward_in_chunks),
     ),
     wrong=mistakes.BACKWARD,
     fallback_diagnosis=_about_gradients,
@@ -173,7 +173,7 @@ _BLAST = Exercise(
         "s_ij ⊙ z_j, again [n, blocks, rank]. Then U_i times that, and the blocks side by side.",
         'z = torch.einsum("njq,jqr->njr", x.unflatten(1, (…, -1)), v)\nmixed = torch.einsum("…,…->nir", s, z)\n'
         'return torch.einsum("…,…->nip", u, mixed).flatten(1)',
-        body(blast_apply),
+        body_of(blast_apply),
     ),
     wrong=mistakes.BLAST,
     fallback_diagnosis=_about_product,
@@ -227,7 +227,7 @@ _ONE_BIT = Exercise(
         "chosen = torch.zeros_like(weight, dtype=torch.bool)\nchosen.view(-1)[….topk(count).indices] = True\n"
         "scales = weight.abs().masked_fill(chosen, 0).sum(1) / …\n"
         "return scales, torch.where(chosen, weight - …, 0.0)",
-        body(one_bit_and_exact),
+        body_of(one_bit_and_exact),
     ),
     wrong=mistakes.ONE_BIT,
     fallback_diagnosis=_about_one_bit,
@@ -287,7 +287,7 @@ _CENTROIDS = Exercise(
         "centroid. A centroid moves to Σ w p / Σ w over its own points, or stays if it has none.",
         "nearest = torch.cdist(…, …).argmin(1)\nmoved = centroids.clone()\nfor index in nearest.unique():\n"
         "    own = nearest == index\n    moved[index] = (points[own] * …).sum(0) / …\nreturn moved",
-        body(centroid_step),
+        body_of(centroid_step),
     ),
     wrong=mistakes.CENTROIDS,
     fallback_diagnosis=_about_centroids,

@@ -22,8 +22,9 @@ from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.grading import grades
 from minillm.teaching.grading.cells import MAX_FILE
 from minillm.teaching.grading.grades import SCHEMA, ExerciseGrade, Status, Submission
-from minillm.teaching.grading.one_submission import Grader, Rules, exercises_in
+from minillm.teaching.grading.one_submission import Grader, Rules
 from minillm.teaching.grading.student_process import StudentProcess
+from minillm.teaching.registry import of_lesson
 from minillm.version import __version__
 
 SUFFIXES = (".ipynb", ".py")
@@ -36,8 +37,8 @@ MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class File:
-    """A submitted file. `student`: the folder it is in below the submissions, or its own name without suffix.
-    `problem`: why there is nothing to read, or ""."""
+    """A submitted file. `name`: its path below the submissions. `student`: the folder it is in there, or its own name
+    without suffix, or what a pattern takes from `name`. `problem`: why there is nothing to read, or ""."""
 
     path: Path
     name: str
@@ -45,29 +46,32 @@ class File:
     problem: str = ""
 
 
-def find(folder: Path) -> list[File]:
+def find(folder: Path, pattern: re.Pattern[str] | None = None) -> list[File]:
     """The submitted files below `folder`, by name. Links are not followed, and virtual environments left out.
 
     An entry of `folder` without such a file is in the list too, with its `problem`, so that no student is left out.
+    The first group of `pattern`, matched at the beginning of a file's name below `folder`, is its student.
 
     Raises:
         ConfigError: there is no such folder, or no notebook in it.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; name the one with the submissions")
-    found, left_out = [], []
+    found: list[File] = []
     for entry in folder.iterdir():
         if _is_hidden(entry.name):
             continue
         files = _files(entry)
         student = _readable(entry.name if entry.is_dir() else entry.stem)
         submitted = [file for file in files if file.suffix.lower() in SUFFIXES and not file.is_symlink()]
-        found += [File(file, _readable(file.relative_to(folder).as_posix()), student) for file in submitted]
-        if not submitted and entry / "grades.json" not in files:  # that is our own report
-            left_out.append(File(entry, _readable(entry.name), student, _nothing_in(entry, files)))
-    if not found:
+        problem = "" if submitted else _nothing_in(entry, files)
+        for file in submitted or [entry]:
+            name = _readable(file.relative_to(folder).as_posix())
+            taken = pattern.match(name) if pattern else None
+            found.append(File(file, name, (taken and taken[1]) or student, problem))
+    if all(file.problem for file in found):
         raise ConfigError(f"{folder} has no file that ends in {' or '.join(SUFFIXES)}")
-    return sorted(found + left_out, key=lambda file: file.path)
+    return sorted(found, key=lambda file: file.path)
 
 
 def _files(entry: Path) -> list[Path]:
@@ -166,7 +170,7 @@ def _not_handed_in(graded: Sequence[Submission], lessons: Sequence[str]) -> Iter
         exercises = [
             ExerciseGrade(exercise=exercise.name, status=Status.NOT_ATTEMPTED, problem="no file is for this lesson")
             for lesson in missing
-            for exercise in exercises_in(lesson)
+            for exercise in of_lesson(lesson)
         ]
         if exercises:
             made = {"student": student, "file": f"{student}: no file for {', '.join(missing)}", "key": ""}

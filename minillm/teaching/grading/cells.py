@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tokenize
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 MAX_FILE = 50 << 20
@@ -14,7 +16,9 @@ _RUN_IN_PLACE = ("%%time", "%%timeit", "%%capture", "%%prun")
 _OF_IPYTHON = re.compile(r"([ \t]*)(%{1,2}[A-Za-z]|!|\?|[\w.*]+\?{1,2}[ \t]*$|[\w., ]+=[ \t]*(?:!|%[A-Za-z]))")
 """A magic, a shell line, what one of them returns (`files = !ls`), or a question (`name?`). A line of Python may also
 end in `?`, in a comment."""
-_PERCENT = re.compile(r"^# %%.*$", re.MULTILINE)
+_TIMED = re.compile(r"[ \t]*%time[ \t]+")
+"""The magic whose line is a statement of the notebook: `%time table = build()`."""
+_PERCENT = re.compile(r"^#[ \t]?%%.*$", re.MULTILINE)
 
 
 class UnreadableError(ValueError):
@@ -72,9 +76,20 @@ def python_of(source: str) -> str:
             continue
         while end < len(lines) and lines[end - 1].endswith("\\"):
             end += 1
-        lines[at:end] = [f"{magic[1]}pass", *[""] * (end - at - 1)]
+        lines[at:end] = _without_magic(lines[at:end], magic[1])
         at = end
     return "\n".join(lines)
+
+
+def _without_magic(lines: list[str], indent: str) -> list[str]:
+    """As many lines without IPython: `pass`, or the statement behind `%time`."""
+    timed = _TIMED.match(lines[0])
+    if timed is not None:
+        statement = [lines[0][timed.end() :], *lines[1:]]
+        with suppress(SyntaxError, ValueError):
+            ast.parse("\n".join(statement))
+            return [indent + statement[0], *lines[1:]]
+    return [f"{indent}pass", *[""] * (len(lines) - 1)]
 
 
 def _end_of_statement(lines: list[str], start: int) -> int:

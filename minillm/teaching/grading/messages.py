@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from minillm.teaching.frames import BrokenMessageError, Frames
 from minillm.teaching.grading.values import MAX_ITEMS, num_items
+from minillm.teaching.pipe_messages import BrokenMessageError, Frames
 
 MAX_BYTES = 128 << 20
 """Of all messages of one job, as is `MAX_ITEMS`. The right answers to all cases of an exercise have some kilobytes and

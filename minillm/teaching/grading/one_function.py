@@ -1,7 +1,7 @@
 """In a submission's runner: read a file's cells, or run one function on the cases of one exercise.
 
-No answer is in this process. The function runs in a child of it (`minillm.teaching.guard`), whose messages this process
-passes on as they are.
+No answer to the exercise is in this process. The function runs in a child of it (`minillm.teaching.guard`), whose
+messages this process passes on as they are.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import ast
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from minillm.teaching.attempt import Outcome, call
 from minillm.teaching.exercise import Case, Interface
-from minillm.teaching.frames import write_frame
 from minillm.teaching.grading import cells as notebook_cells
 from minillm.teaching.grading import values
 from minillm.teaching.grading.cells import Cell
@@ -33,6 +32,7 @@ from minillm.teaching.grading.messages import (
 from minillm.teaching.grading.program import Program, Statement, is_stub, load, parse
 from minillm.teaching.grading.similarity import shapes_of
 from minillm.teaching.guard import Limits, Send, run_guarded
+from minillm.teaching.pipe_messages import write_frame
 from minillm.teaching.raised import Raised, Sort
 
 MAX_TEXT = 2_000
@@ -48,13 +48,15 @@ class ReadJob:
 
 @dataclass(frozen=True)
 class RunJob:
-    """Run the function `name` of a notebook on the cases of an exercise."""
+    """Run the function `name` of a notebook on the cases of an exercise. `references`: the text of those that `use`
+    returns, by exercise; never that of this exercise."""
 
     cells: list[Cell]
     name: str
     interface: Interface
     cases: tuple[Case, ...]
     limits: Limits
+    references: dict[str, str] = field(default_factory=dict)
 
 
 Job = ReadJob | RunJob
@@ -115,7 +117,7 @@ def _work(job: RunJob, pipe: int, send: Send) -> None:
     if found.state != "written" or definition is None:
         return
     try:
-        function = load(program, job.name, definition)
+        definition, function = _loaded(program, job, definition)
     except Exception as error:
         send(pack(NotLoaded(_cut(f"{type(error).__name__}: {error}"))))
         return
@@ -140,6 +142,23 @@ def _found(program: Program, definition: Statement | None, name: str) -> Found:
     if name in program.in_loops:
         return Found("missing", "it is defined inside a loop, which is not run")
     return Found("missing" if definition is None else "stub")
+
+
+def _loaded(program: Program, job: RunJob, definition: Statement) -> tuple[Statement, object]:
+    """The function, and the statement that defines it: if `definition` assigns what cannot be called, or raises, the
+    last function of this name. Raises what the definition raises."""
+    last = program.function(job.name)
+    try:
+        function = load(program, job.name, definition, job.references)
+        if callable(function) or last is None:
+            return definition, function
+        what = f"assigns a {type(function).__name__}"
+    except Exception as error:
+        if last in (None, definition):
+            raise
+        what = f"raises {type(error).__name__}"
+    program.notes.append(f"{job.name} in cell {definition.cell} {what}; the function in cell {last.cell} counts")
+    return last, load(program, job.name, last, job.references)
 
 
 def _answered(index: int, outcome: Outcome) -> Answered:

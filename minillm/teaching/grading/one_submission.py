@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -12,8 +12,10 @@ from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import Outcome
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.grading import values
+from minillm.teaching.grading.bundle import bundle
 from minillm.teaching.grading.cells import Cell
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission, overall
+from minillm.teaching.grading.hidden_cases import hidden_cases
 from minillm.teaching.grading.messages import (
     RUNNER_FAILED,
     Answered,
@@ -28,11 +30,10 @@ from minillm.teaching.grading.messages import (
 from minillm.teaching.grading.one_function import MAX_TEXT, ReadJob, RunJob
 from minillm.teaching.grading.program import file_of
 from minillm.teaching.grading.student_process import StudentProcess, Told
-from minillm.teaching.grading.variants import hidden_cases
 from minillm.teaching.guard import ChildExit, Limits
 from minillm.teaching.judge import STUB, Judge
 from minillm.teaching.raised import Raised, Sort
-from minillm.teaching.registry import exercises_of, module_names
+from minillm.teaching.registry import lessons, of_lesson
 from minillm.teaching.result import CheckResult, Counterexample
 from minillm.teaching.result import Status as CheckStatus
 
@@ -64,6 +65,7 @@ class Grader:
     def __init__(self, process: StudentProcess, rules: Rules) -> None:
         self.process, self.rules = process, rules
         self._visible: dict[str, AnswerKey] = {}
+        self._texts: dict[str, str] = {}
 
     def grade(self, data: bytes, student: str, file: str, key: str) -> Submission:
         """The grades of one file. A submission never makes this raise; a fault of an exercise does."""
@@ -74,29 +76,37 @@ class Grader:
             reason = message.reason if isinstance(message, Unreadable) else "it cannot be read"
             return Submission(**made, status=Status.UNREADABLE, reason=reason, interrupted=interrupted(told))
         held = lessons_of(message, file)
-        lessons = asked_for(self.rules.lessons, held, message) if self.rules.lessons else held
-        exercises = [exercise for lesson in lessons for exercise in exercises_in(lesson)]
+        chosen = asked_for(self.rules.lessons, held, message) if self.rules.lessons else held
+        exercises = [exercise for lesson in chosen for exercise in of_lesson(lesson)]
         cells = [Cell(*cell) for cell in message.sources]
-        grades = [self._exercise(exercise, cells, student) for exercise in exercises]
+        grades: list[ExerciseGrade] = []
+        references: dict[str, str] = {}
+        for exercise in exercises:
+            grades.append(self._exercise(exercise, cells, student, references))
+            if grades[-1].status is not Status.PASSED:  # `use` then returns the reference, as in a notebook
+                references[exercise.name] = self._reference(exercise)
         return Submission(
             **made,
             status=overall(grades),
             reason="" if grades else self._nothing_to_grade(),
-            lessons=lessons or held,
+            lessons=chosen or held,
             exercises=grades,
             notes=[f"not Python: {broken}" for broken in message.broken],
             shapes={e.name: message.shapes[e.function_name] for e in exercises if e.function_name in message.shapes},
             interrupted=any(grade.interrupted for grade in grades),
         )
 
-    def _exercise(self, exercise: Exercise, cells: list[Cell], student: str) -> ExerciseGrade:
+    def _exercise(
+        self, exercise: Exercise, cells: list[Cell], student: str, references: Mapping[str, str]
+    ) -> ExerciseGrade:
         visible = self._answers(exercise)
         hidden = hidden_cases(visible, self.rules.secret, student)
         key = AnswerKey(exercise, visible, hidden) if hidden else visible
         for index in range(len(key.cases)):
             key.expected(index)  # an error of a reference is no answer of the student's
-        job = RunJob(cells, exercise.function_name, exercise.interface, key.cases, self.rules.limits)
-        told = self.process.run(job, self.rules.wall_seconds, 2 * self.rules.limits.memory)
+        limits = self.rules.limits
+        job = RunJob(cells, exercise.function_name, exercise.interface, key.cases, limits, dict(references))
+        told = self.process.run(job, self.rules.wall_seconds, 2 * limits.memory)
         grade = _Verdict(key, self.rules, told, [file_of(cell.number) for cell in cells]).grade()
         unclear = grade.status in (Status.TIMEOUT, Status.CRASHED) and interrupted(told)
         seconds = round(told.seconds, 3)
@@ -114,13 +124,19 @@ class Grader:
                 key.expected(index)
         return self._visible[exercise.name]
 
+    def _reference(self, exercise: Exercise) -> str:
+        """The text of an exercise's reference, with all that it needs."""
+        if exercise.name not in self._texts:
+            self._texts[exercise.name] = bundle(exercise.reference, exercise.function_name)
+        return self._texts[exercise.name]
+
 
 class _Verdict:
     """What the messages of one function mean."""
 
     def __init__(self, key: AnswerKey, rules: Rules, told: Told, files: Sequence[str]) -> None:
         self.key, self.rules, self.told, self.files = key, rules, told, set(files)
-        self.judge = Judge(key, rules.limits.lowered(), has_references=False)
+        self.judge = Judge(key, rules.limits.lowered())
         self.name = key.exercise.name
 
     def grade(self) -> ExerciseGrade:
@@ -259,16 +275,11 @@ def interrupted(told: Told) -> bool:
     return killed or last.raised == RUNNER_FAILED
 
 
-def exercises_in(lesson: str) -> list[Exercise]:
-    """The exercises of a lesson (`l02`)."""
-    return [e for name in module_names() if name.partition("_")[0] == lesson for e in exercises_of(name)]
-
-
 def asked_for(wanted: Sequence[str], held: Sequence[str], cells: Cells) -> list[str]:
     """Those of the `wanted` lessons that a notebook is graded on: the lessons that it holds (`held`: `lessons_of`), and
     those of which it has two functions. A single one may be a helper of the same name, of another lesson."""
     there = set(cells.functions)
-    shared = {lesson: len(there & {e.function_name for e in exercises_in(lesson)}) for lesson in wanted}
+    shared = {lesson: len(there & {e.function_name for e in of_lesson(lesson)}) for lesson in wanted}
     return [lesson for lesson in wanted if lesson in held or shared[lesson] >= 2]
 
 
@@ -277,7 +288,7 @@ def lessons_of(cells: Cells, file: str) -> list[str]:
     functions, else the one most of whose functions it has; and every other lesson of which it has all functions. A file
     without functions is for the lesson that it names, which may be `NO_EXERCISES`."""
     there = set(cells.functions)
-    wanted = {n.partition("_")[0]: {e.function_name for e in exercises_of(n)} for n in module_names()}
+    wanted = {lesson: {e.function_name for e in of_lesson(lesson)} for lesson in lessons()}
     shares = {lesson: len(names & there) / len(names) for lesson, names in wanted.items()}
     named = [
         f"l{number[0]}" for text in (cells.lesson, file.rpartition("/")[2]) if (number := re.findall(r"\d\d", text))

@@ -17,30 +17,35 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from minillm.teaching.grading.cells import Cell, python_of
+from minillm.teaching.source import compiled
 
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _FUTURE = "annotations"
 PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
 """Which reads the submissions; a later one may know more syntax."""
 _IMPORTS = (ast.Import, ast.ImportFrom)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 """What `ast.parse` and `compile` raise."""
 _EXERCISE = re.compile(r"l\d\d\.\w+")
+_NO_REFERENCES: Mapping[str, str] = types.MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
 class Statement:
-    """One top-level statement that binds names."""
+    """One top-level statement that binds names. `by_call`: it stands for `check("l02.append_kv", mine)`, and counts
+    only where no `append_kv` is written."""
 
     cell: int
     node: ast.stmt
     flags: int
+    by_call: bool = False
 
     @cached_property
     def code(self) -> types.CodeType:
@@ -57,7 +62,7 @@ class Statement:
     def uses(self) -> frozenset[str]:
         """The global names that it reads, at once or when a function in it is called; none if it does not compile."""
         try:
-            return frozenset(_read(self.code))
+            return frozenset(global_names(self.code))
         except _NOT_PYTHON:
             return frozenset()
 
@@ -105,9 +110,20 @@ class Program:
             self.notes.append(f"{name} is written {len(distinct)} times; the last one counts")
         return (written or found or [None])[-1]
 
+    def function(self, name: str) -> Statement | None:
+        """The last written function or class of this name; else None."""
+        written = self._candidates(name)[1]
+        return next((s for s in reversed(written) if isinstance(s.node, _DEFINITIONS)), None)
+
+    def _that_bind(self, name: str) -> list[Statement]:
+        """The statements that bind `name`; those `by_call` only if all others are stubs or imports."""
+        found = [s for s in self.statements if name in s.binds and not _is_given(s, name)]
+        own = [s for s in found if not s.by_call]
+        return found if all(is_stub(s.node) or isinstance(s.node, _IMPORTS) for s in own) else own
+
     def _candidates(self, name: str) -> tuple[list[Statement], list[Statement]]:
         """The statements that bind `name`, stubs before imports; and those of them that are neither."""
-        bound = [s for s in self.statements if name in s.binds and not _is_given(s, name)]
+        bound = self._that_bind(name)
         imported = [s for s in bound if isinstance(s.node, _IMPORTS)]
         written = [s for s in bound if not is_stub(s.node) and s not in imported]
         return [*(s for s in bound if s not in imported), *imported], written
@@ -136,7 +152,7 @@ class Program:
         return [statement for statement in self.statements if statement in chosen or "*" in statement.binds]
 
     def _binding(self, name: str, cell: int) -> list[Statement]:
-        found = [s for s in self.statements if name in s.binds and not _is_given(s, name)]
+        found = self._that_bind(name)
         beside = [statement for statement in found if statement.cell == cell and not is_stub(statement.node)]
         if beside:
             return beside
@@ -154,8 +170,7 @@ class Program:
             return []
         before = self.statements[: self.statements.index(definition)]
         found = [s for s in before if s.binds & definition.binds & definition.uses and not is_stub(s.node)]
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        last = max((i for i, s in enumerate(found) if isinstance(s.node, kinds)), default=len(found))
+        last = max((i for i, s in enumerate(found) if isinstance(s.node, _DEFINITIONS)), default=len(found))
         return found[last:]
 
 
@@ -170,10 +185,36 @@ def parse(cells: Sequence[Cell]) -> Program:
         else:
             trees.append((number, tree))
     flags = _future_flags(tree for _, tree in trees)
-    statements = [Statement(number, node, flags) for number, tree in trees for node in tree.body if set(_bound(node))]
+    statements = [statement for number, tree in trees for statement in _statements(number, tree, flags)]
     bound = {name for statement in statements for name in statement.binds}
     in_loops = {name for _, tree in trees for node in tree.body for name in _defined(node)} - bound
     return Program([s for s in statements if not _is_future(s.node)], broken, in_loops)
+
+
+def _statements(cell: int, tree: ast.Module, flags: int) -> Iterator[Statement]:
+    """The statements of a cell that bind names; and `append_kv = mine` for every `check("l02.append_kv", mine)` and
+    `use("l02.append_kv", mine)` in its expressions and assignments."""
+    for node in tree.body:
+        if set(_bound(node)):
+            yield Statement(cell, node, flags)
+        for call in ast.walk(node) if isinstance(node, (ast.Expr, ast.Assign)) else ():
+            if isinstance(call, ast.Call) and (made := _as_assignment(call)) is not None:
+                yield Statement(cell, made, flags, by_call=True)
+
+
+def _as_assignment(call: ast.Call) -> ast.Assign | None:
+    """`append_kv = mine` for such a call; None for any other, and where `mine` is `append_kv` itself."""
+    match call:
+        case ast.Call(ast.Name(called) | ast.Attribute(attr=called), [ast.Constant(str(exercise)), *more], options):
+            functions = [*more, *(option.value for option in options if option.arg == "function")]
+        case _:
+            return None
+    if called not in ("check", "use") or not _EXERCISE.fullmatch(exercise) or len(functions) != 1:
+        return None
+    target = ast.Name(exercise.partition(".")[2], ast.Store())
+    if isinstance(functions[0], ast.Name) and functions[0].id == target.id:
+        return None
+    return ast.fix_missing_locations(ast.copy_location(ast.Assign([target], functions[0]), call))
 
 
 def is_stub(node: ast.stmt) -> bool:
@@ -193,12 +234,12 @@ def _not_implemented(step: ast.Raise) -> bool:
     return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
 
 
-def load(program: Program, name: str, definition: Statement) -> Any:
+def load(program: Program, name: str, definition: Statement, references: Mapping[str, str] = _NO_REFERENCES) -> Any:
     """Run the statements that `definition` needs, in a new module, and return what is called `name` then.
 
     A statement that lacks a name is tried again after the others, so the order of cells does not matter. One that
-    raises is left out, with a note. `use("l02.append_kv")` returns the notebook's own `append_kv`; no reference is
-    here.
+    raises is left out, with a note. `use("l02.append_kv")` returns the notebook's own `append_kv`, or what its text in
+    `references` defines.
 
     Raises:
         Exception: what `definition` itself raised.
@@ -208,8 +249,17 @@ def load(program: Program, name: str, definition: Statement) -> Any:
     space = vars(module)
     space |= {"display": lambda *objects, **options: None, "get_ipython": lambda: None}  # as in a notebook
 
+    @cache
+    def reference(exercise: str) -> Any:
+        program.notes.append(f"use gives the reference of {exercise}, because yours does not pass")
+        made: dict[str, Any] = {"__name__": "__main__"}
+        exec(compiled(references[exercise], f"<reference of {exercise}>"), made)
+        return made[exercise.partition(".")[2]]
+
     def use(exercise: str, function: Any = None) -> Any:
         own = exercise.partition(".")[2]
+        if exercise in references:
+            return reference(exercise)
         if function is None and own not in space:
             raise NameError(f"name {own!r} is not defined", name=own)
         return function or space[own]
@@ -323,6 +373,8 @@ def _bound(node: ast.stmt) -> Iterator[str]:
         yield from (name for target in node.targets for name in _targets(target))
     elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
         yield from _targets(node.target)
+    elif isinstance(node, getattr(ast, "TypeAlias", ())):  # Python 3.12
+        yield node.name.id
     elif isinstance(node, (ast.If, ast.Try, ast.With)):
         handlers = [step for handler in getattr(node, "handlers", []) for step in handler.body]
         for step in [*node.body, *getattr(node, "orelse", []), *handlers, *getattr(node, "finalbody", [])]:
@@ -338,11 +390,12 @@ def _targets(target: ast.expr) -> Iterator[str]:
         yield from _targets(target.value)
 
 
-def _read(code: types.CodeType) -> Iterator[str]:
+def global_names(code: types.CodeType) -> Iterator[str]:
+    """The global names that the code, or a function in it, reads."""
     yield from (step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _read(constant)
+            yield from global_names(constant)
 
 
 def _is_future(node: ast.stmt) -> bool:

@@ -21,9 +21,9 @@ import psutil
 
 import minillm
 from minillm.errors import UnsupportedError
-from minillm.teaching.frames import BrokenMessageError
 from minillm.teaching.grading.messages import Message, Messages
 from minillm.teaching.grading.one_function import Job
+from minillm.teaching.pipe_messages import BrokenMessageError
 
 MODES = ("namespaces", "landlock", "limits")
 """How a submission is isolated, the strongest first; `limits`: by limits and an import hook only."""

@@ -7,7 +7,7 @@ import torch
 from minillm.models.config import ModelConfig
 from minillm.teaching.drives.l05 import round_in_groups_of_4
 from minillm.teaching.exercise import Case
-from minillm.teaching.variants.draw import Draw, Maker
+from minillm.teaching.variants.random_numbers import Draw, Maker
 
 
 def _attention(d: Draw) -> Case:

@@ -7,7 +7,7 @@ import torch
 from minillm.teaching.drives.l06 import TEXT
 from minillm.teaching.exercise import Case
 from minillm.teaching.exercises.l09_paged_attention import coded, poisoned
-from minillm.teaching.variants.draw import Draw, Maker
+from minillm.teaching.variants.random_numbers import Draw, Maker
 
 
 def _allocate(d: Draw) -> Case:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from minillm.teaching.exercise import Case
-from minillm.teaching.variants.draw import Draw, Maker
+from minillm.teaching.variants.random_numbers import Draw, Maker
 from minillm.teaching.workshop.l12_costs import Machine, Shape
 from minillm.teaching.workshop.l14_store import NOTHING, Key
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minillm.teaching.exercise import Case
-from minillm.teaching.variants.draw import Draw, Maker
+from minillm.teaching.variants.random_numbers import Draw, Maker
 
 
 def _lse(d: Draw) -> Case:

@@ -11,10 +11,11 @@ from torch import Tensor
 from minillm.cache.base import KVCache
 from minillm.cache.compressed_prompt import LayerRows, Parts
 from minillm.cache.lorc import LorcKVCache, projection
-from minillm.cache.sequence_rows import additive_mask, pack_queries, packed_attention, unpack_outputs
+from minillm.cache.sequence_rows import packed_attention
 from minillm.cache.squeezed import SqueezedKVCache
 from minillm.cache.think import ThinkKVCache, channel_scores
 from minillm.models.decoder import Decoder
+from minillm.ops.paged_attention import additive_mask, pack_queries, unpack_outputs
 
 ChannelChoice = Callable[[Tensor, Tensor, int], Tensor]
 """The exercise `kept_channels`."""

@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from minillm.parallel.group import Group
+from minillm.parallel.group import Group, local_store
 
 WARM_UP = 3
 ROUNDS = 200
@@ -24,7 +24,7 @@ ROUNDS = 200
 def measured_seconds(sizes: Sequence[int], rounds: int = ROUNDS) -> list[float]:
     """The least time of an all-reduce of so many bytes, for each size (in bytes, multiples of 4): what takes longer was
     delayed by other work on the machine."""
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    store = local_store(2)
     command = [sys.executable, "-m", "minillm.teaching.workshop.l16_wire", *map(str, (store.port, rounds, *sizes))]
     with subprocess.Popen(command) as other:
         try:
@@ -69,4 +69,4 @@ def _run(rank: int, store: dist.Store, sizes: Sequence[int], rounds: int) -> lis
 if __name__ == "__main__":
     port, num_rounds, *bytes_each = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    _run(1, dist.TCPStore("127.0.0.1", port, 2, is_master=False), bytes_each, num_rounds)
+    _run(1, local_store(2, port), bytes_each, num_rounds)

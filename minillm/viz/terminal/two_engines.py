@@ -83,12 +83,10 @@ def watch(
 
     In a terminal the screen is redrawn at most ten times a second, and each step is followed by a pause of `pause`
     seconds. Elsewhere a line is printed when a request finishes, without control codes. Raises `ConfigError` if there
-    is no trace, or `pause` is not in [0, 60).
+    is no trace.
     """
     if not traces:
         raise ConfigError("watch() needs at least one trace, such as {'plain': trace}")
-    if not 0 <= pause < 60:
-        raise ConfigError(f"pause = {pause} seconds per step; it must be at least 0 and below 60")
     console = console or Console()
     if not console.is_terminal or console.is_dumb_terminal:
         return _run_with_lines(traces, run, console)

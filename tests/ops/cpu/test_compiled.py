@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from numba.core.caching import UserProvidedCacheLocator
 
 from minillm.ops.cpu import compiled
-from minillm.ops.cpu.compiled import PREFIX, UNUSED_DAYS, cache_folder
+from minillm.ops.cpu.compiled import LONGEST_FILE, LONGEST_FOLDER, PREFIX, UNUSED_DAYS, cache_folder
 
 DAY = 24 * 3600
 
@@ -35,7 +37,7 @@ def test_versions_and_processors_have_a_cache_folder_each(root: Path, monkeypatc
     codegen = compiled.cpu_target.target_context.codegen()
     monkeypatch.setattr(type(codegen), "magic_tuple", lambda self: ("x86_64", "other", "+avx"))
     found.append(folder())
-    assert len(set(found)) == 4 and "other" in found[-1].name
+    assert len(set(found)) == 4
     (found[0] / "step.nbc").touch()
     assert folder() == found[-1] and (found[0] / "step.nbc").exists()
     assert sorted(root.iterdir()) == sorted(found)
@@ -63,12 +65,57 @@ def test_where_the_chosen_place_cannot_be_written_the_next_one_is_taken(
     assert folder().parent == Path(compiled.__file__).parent / "__pycache__"
 
 
+@pytest.mark.skipif(not hasattr(os, "pathconf"), reason="the test needs to know how long a path may be")
+@pytest.mark.parametrize("room", [30, 60, 90, 115, 140])
+def test_a_place_where_the_paths_of_numba_are_too_long_is_left_out(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`room`: the number of characters that a path may have below the place. The cache folder's name has 29."""
+    length = os.pathconf(tmp_path, "PC_PATH_MAX") - 1 - room  # the last byte ends the path
+    deep = Path((str(tmp_path) + f"/{'d' * 99}" * 50)[:length])
+    roots = [deep, tmp_path / "near"]
+    monkeypatch.setattr(compiled, "_roots", lambda: iter(roots))
+    monkeypatch.setattr(compiled, "cache_folder", cache_folder.__wrapped__)
+
+    @compiled.entry_point()
+    def double(number):  # type: ignore[no-untyped-def]
+        return 2 * number
+
+    assert double(4) == 8
+    assert Path(double.stats.cache_path).is_relative_to(roots[1])
+
+
+@pytest.mark.parametrize("module", ["ops.cpu.step", "ops.cpu.heads", "ops.cpu.tile_rate", "bench.kernels_cpu"])
+def test_no_entry_point_has_longer_paths_than_were_tried(module: str) -> None:
+    found = [
+        f
+        for f in vars(import_module(f"minillm.{module}")).values()
+        if getattr(f, "_cache", None) and f.stats.cache_path
+    ]
+    assert found
+    for function in found:
+        file = f"{function._cache._cache_file._data_name(99)}.tmp.{'0' * 16}"
+        assert len(Path(function.stats.cache_path).name) <= LONGEST_FOLDER and len(file) <= LONGEST_FILE
+
+
 def test_where_no_place_can_be_written_every_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numba must not look for a place of its own: its name would not depend on the other files."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(compiled, "_roots", lambda: iter([tmp_path / "file"]))
     assert cache_folder.__wrapped__() is None
     monkeypatch.setattr(compiled, "cache_folder", lambda: None)
+
+    @compiled.entry_point()
+    def double(number):  # type: ignore[no-untyped-def]
+        return 2 * number
+
+    assert double(4) == 8 and double.stats.cache_path is None
+
+
+def test_where_numba_takes_a_place_of_its_own_nothing_is_cached(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba does so without a word where it cannot write, or as `NUMBA_CACHE_LOCATOR_CLASSES` says."""
+    monkeypatch.setattr(compiled, "cache_folder", lambda: root)
+    monkeypatch.setattr(UserProvidedCacheLocator, "from_function", lambda function, file: None)
 
     @compiled.entry_point()
     def double(number):  # type: ignore[no-untyped-def]

@@ -22,16 +22,19 @@ from minillm.ops.cpu.panels import (
     wide_dot_tiles,
     wide_tiles,
 )
-from minillm.ops.cpu.processor import has_amx
+from minillm.ops.cpu.processor import has_amx, processor
+from minillm.ops.cpu.register_tiles import PMADDWD
 from minillm.ops.cpu.rounding import codes_size, prepare_row
 from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES, ONE_BYTE, TWO_BYTES, WORDS
-from minillm.quantization.int8 import quantize_rows
+from minillm.ops.quantized_linear import quantize_rows
 from minillm.quantization.w8a8 import integer_product
 
 multiply = entry_point()(panels.multiply.py_func)
 """Cached on disk, as a step is: compiling takes seconds."""
 
-KINDS = ("float32", "half", "bfloat", "rounded bfloat", "int8", "pairs twice", "pairs", "words")
+KINDS = ["float32", "half", "bfloat", "rounded bfloat", "int8", "pairs twice", "pairs"]
+if processor().byte_lanes in PMADDWD:
+    KINDS.append("words")
 TOLERANCE = {"pairs twice": 6e-5, "words": 6e-5}
 """Sixteen bits from -max to max: an error of at most max / 65 000, where max is some four times a typical number."""
 LARGEST_CODE = 127 * 256 + 127

@@ -167,7 +167,7 @@ def test_tokens_are_rounded_as_the_scheme_rounds_them(rows: int, columns: int, s
     if rows:
         x[0] = 0
     codes, scales = quantize_tokens(x.to(WHERE))
-    expected_codes, expected_scales = reference.quantize_tokens(x)  # on a CPU, where division is exactly rounded
+    expected_codes, expected_scales = reference.quantize_rows(x)  # on a CPU, where division is exactly rounded
     assert torch.equal(codes.cpu(), expected_codes)
     assert torch.equal(scales.cpu(), expected_scales)
 

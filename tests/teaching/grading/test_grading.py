@@ -13,11 +13,11 @@ from functools import cache
 import pytest
 
 from instructors.trial.attempts import ATTEMPTS, GOOD, TARGET, Attempt
-from instructors.trial.bundle import NotBundled, bundle
 from instructors.trial.class_of_200 import ROOT, _bytes, _solved
 from instructors.trial.shapes import SAME_MEANING, text, unreadable, with_cell
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
+from minillm.teaching.grading.bundle import NotBundled, bundle
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
 from minillm.teaching.grading.one_submission import LIKELY, Grader, Rules
 from minillm.teaching.grading.student_process import MODES, StudentProcess
@@ -77,6 +77,11 @@ def graded(grader: Grader, notebook: dict, file: str = "x.ipynb") -> Submission:
 
 def grade_of(submission: Submission, name: str) -> ExerciseGrade:
     return next(grade for grade in submission.exercises if grade.exercise == name)
+
+
+def _cell(lesson: str, name: str) -> str:
+    """The solution of a function, as its lesson has it."""
+    return next(text(cell) for cell in _solved(lesson)["cells"] if f"def {name}(" in text(cell))
 
 
 @pytest.mark.parametrize("attempt", [a for a in ATTEMPTS if a.name not in LONG], ids=lambda attempt: attempt.name)
@@ -240,7 +245,7 @@ def test_a_notebook_as_it_was_given_out_is_not_attempted(grader: Grader):
             "def append_kv(*args):\n    raise NotImplementedError('write append_kv here')\n\n"
             f"def {TARGET}(config, bytes_per_value):\n    return append_kv(config)",
             Status.FAILED,
-            "it calls append_kv, which is not written yet: write it",
+            'it calls append_kv, which is not written yet: write it, or call what use("l02.append_kv") returns',
         ),
         (
             f"def {TARGET}(config, bytes_per_value):\n    if bytes_per_value:\n"
@@ -330,7 +335,7 @@ return found
 
 def test_a_function_that_sends_answers_without_end_is_stopped(grader: Grader):
     body = """
-from minillm.teaching.frames import write_frame
+from minillm.teaching.pipe_messages import write_frame
 from minillm.teaching.grading.messages import Answered, pack
 from minillm.teaching.grading.values import encode
 while True:
@@ -365,6 +370,47 @@ def test_imports_by_a_text_are_reported(grader: Grader, import_it: str, library:
     )
     got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, source)), f"l02.{TARGET}")
     assert got.library == library
+
+
+@pytest.mark.parametrize("slots", ["return []", "raise NotImplementedError", ""], ids=["wrong", "a stub", "missing"])
+def test_a_right_function_passes_with_the_reference_of_another_as_in_the_notebook(grader: Grader, slots: str):
+    source = _cell("06_paged_blocks", "gather_attention").replace("slot_mapping(", "my_slots(")
+    notebook = with_cell(_solved("06_paged_blocks"), "gather_attention", source)
+    notebook["cells"] = [cell for cell in notebook["cells"] if "def slot_mapping(" not in text(cell)]
+    if slots:
+        notebook["cells"].insert(0, {"cell_type": "code", "source": f"def slot_mapping(*args):\n    {slots}"})
+    submission = graded(grader, notebook)
+    statuses = {grade.exercise: grade.status for grade in submission.exercises}
+    assert statuses.pop("l06.slot_mapping") is (Status.FAILED if "[]" in slots else Status.NOT_ATTEMPTED)
+    assert set(statuses.values()) == {Status.PASSED}
+    [note] = grade_of(submission, "l06.gather_attention").notes
+    assert note == "use gives the reference of l06.slot_mapping, because yours does not pass"
+
+
+def test_a_function_finds_the_reference_of_none_that_passes_or_is_graded_after_it(grader: Grader):
+    body = "found = {name: use(f'l02.{name}').__code__.co_code for name in ('append_kv', 'offset_mask', 'best_r')}"
+    own = "return [name for name in found if found[name] == globals()[name].__code__.co_code]"
+    attempt = Attempt("asks for all", f"append_kv, offset_mask, best_r\n{body}\n{own}").cell()
+    wrong = "def {0}(*args):\n    return '{0}'"
+    notebook = with_cell(_solved(SECOND), TARGET, attempt)
+    for name in ("offset_mask", "best_r"):
+        notebook = with_cell(notebook, name, wrong.format(name))
+    got = grade_of(graded(grader, notebook), f"l02.{TARGET}")
+    assert got.got == "['append_kv', 'best_r']"
+
+
+def test_a_result_that_hides_the_function_is_told_and_costs_nothing(grader: Grader):
+    cell = 1 + next(n for n, cell in enumerate(_solved(SECOND)["cells"]) if "def best_r(" in text(cell))
+    for source, what in (("best_r = best_r(100, 1.0, 1.0, 0.0)", "assigns a float"), ("best_r = 1 / 0", "raises Zero")):
+        notebook = _solved(SECOND)
+        notebook["cells"].append({"cell_type": "code", "source": source})
+        got = grade_of(graded(grader, notebook), "l02.best_r")
+        assert got.status is Status.PASSED, got
+        assert f"best_r in cell {len(notebook['cells'])} {what}" in got.notes[-1]
+        assert got.notes[-1].endswith(f"the function in cell {cell} counts")
+    only = {"cells": [{"cell_type": "code", "source": "best_r = 10.0"}]}
+    got = grade_of(graded(grader, only), "l02.best_r")
+    assert (got.status, got.got) == (Status.FAILED, "TypeError: 'float' object is not callable"), got
 
 
 def test_a_function_that_is_imported_is_not_an_attempt(grader: Grader):

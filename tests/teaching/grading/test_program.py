@@ -198,6 +198,41 @@ def test_a_needed_statement_that_does_not_compile_is_named_and_the_rest_goes_on(
     assert program.notes == ["cell 2, line 1: SyntaxError: 'yield' outside function (<cell 2>, line 2)"]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        *('check("l02.f", mine)', 'use("l02.f", mine)', 'teaching.check("l02.f", function=mine)'),
+        *('fast = use("l02.f", mine)', 'print(use("l02.f", lambda x: mine(x)))'),
+    ],
+)
+@pytest.mark.parametrize("given", ["", "def f(x):\n    raise NotImplementedError", "from engine import f"])
+def test_a_function_of_another_name_is_found_by_its_check(call: str, given: str):
+    mine = "def mine(x):\n    return x + STEP"
+    function, program = loaded(given, "STEP = 3", mine, call, "def mine(x):\n    return 0")
+    assert function(1) == 4 and program.notes == [] and "f" in program.functions
+    function, program = loaded(given, mine, "STEP = 3", call, 'def g(x):\n    return 10 * use("l02.f")(x)', name="g")
+    assert function(1) == 40
+
+
+def test_a_function_of_the_exercise_s_name_comes_before_one_that_was_only_checked():
+    for cells in (
+        ("def f(x):\n    return 1", "def mine(x):\n    return 2", 'check("l02.f", mine)'),
+        ("def f(x):\n    return 1", 'check("l02.f", f)\ncheck("l02.f", twice(f))'),
+        ("def f(x):\n    return 1", "def g(x):\n    check('l02.f', g)", "check(name, mine)", "check('x', mine)"),
+    ):
+        function, program = loaded(*cells)
+        assert function(0) == 1 and program.notes == []
+
+
+def test_use_gives_the_reference_that_was_sent_instead_of_the_own_function():
+    cells = ('mine = use("l02.g")', "def g(x):\n    return 0", "def f(x):\n    return mine(x), g(x)")
+    program = program_of(*cells)
+    text = "def helper(x):\n    return 2 * x\n\ndef g(x):\n    return helper(x)"
+    function = load(program, "f", program.definition("f"), {"l02.g": text})
+    assert function(4) == (8, 0)
+    assert program.notes == ["use gives the reference of l02.g, because yours does not pass"]
+
+
 def test_use_without_an_own_function_says_which_is_missing():
     function, _ = loaded('def f(x):\n    return use("l02.g")(x)')
     with pytest.raises(NameError, match="'g' is not defined"):
@@ -294,6 +329,15 @@ def test_lines_of_ipython_on_windows_and_over_several_lines():
         assert parse(found).broken == []
 
 
+def test_a_timed_statement_is_kept():
+    """IPython's `%time` binds the names of its line in the notebook."""
+    function, program = loaded("%time TABLE = [1, \\\n  2]\n%time", "def f(x):\n    return TABLE[x]")
+    assert function(1) == 2 and program.notes == []
+    assert python_of("if 1:\n  %time x = 1\n%time !ls\n%time -p x = 1\n%timeit x = 1").splitlines() == [
+        *("if 1:", "  x = 1", "pass", "pass", "pass")
+    ]
+
+
 def test_a_function_in_a_loop_or_a_broken_cell_is_known_and_not_run():
     program = program_of("for i in range(3):\n    if i:\n        def f(x):\n            return i", "def g(:\n")
     assert program.in_loops == {"f"} and program.definition("f") is None
@@ -312,6 +356,12 @@ def test_magics_are_left_out_and_lines_keep_their_numbers():
     assert python_of("%%bash\nls") == ""
     value, _ = loaded("f = (7\n  % 4)")  # the operator, not a magic
     assert value == 3
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="syntax of Python 3.12")
+def test_a_type_alias_is_there():
+    function, program = loaded("type Pair = tuple[int, int]", "def f(x):\n    return Pair.__value__, x")
+    assert function(1)[1] == 1 and program.notes == []
 
 
 def test_annotations_and_a_future_import_of_another_cell():
@@ -354,7 +404,9 @@ def test_what_is_no_notebook_is_unreadable_and_says_why(data, says):
 
 
 def test_a_python_file_is_read_by_its_marks(monkeypatch):
-    assert read(b"# %%\na = 1\n# %% [markdown]\n# text\n", "x.py")[1].source.strip() == "a = 1"
+    for mark in ("# %%", "#%%", "#\t%%"):
+        found = read(f"{mark}\na = 1\n{mark} [markdown]\n# text\n# 5 %%\n".encode(), "x.py")
+        assert [cell.source.strip() for cell in found] == ["", "a = 1", "# text\n# 5 %%"]
     monkeypatch.setattr(notebook_cells, "MAX_FILE", 10)
     with pytest.raises(UnreadableError, match="the limit is 10"):
         read(b"a" * 11, "x.py")

@@ -19,11 +19,11 @@ from xml.etree import ElementTree as Xml
 import pytest
 from msgspec.structs import replace as with_fields
 
-from instructors.trial.bundle import bundle
 from instructors.trial.class_of_200 import ROOT
 from minillm.cli import main
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.grading import batch, grades, reports
+from minillm.teaching.grading.bundle import bundle
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
 from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.grading.reports import gradescope, page, summary, tables
@@ -71,6 +71,13 @@ def test_a_spreadsheet_gets_no_formula(graded):
     ]
     assert [row["points"] for row in rows] == ["0", "1", "0", "0", "0", "0", "0"]
     assert not [cell for row in rows for cell in row.values() if cell[:1] in "=+-@" and cell]
+
+
+def test_a_table_in_a_file_begins_with_the_mark_that_excel_needs(graded, tmp_path):
+    submission = with_fields(graded[0], student="Zoë Žák")
+    reports.write_all([submission], tmp_path, 0.9)
+    data = (tmp_path / "grades.csv").read_bytes()
+    assert data.startswith(b"\xef\xbb\xbfstudent,") and "Zoë Žák" in data.decode()
 
 
 def test_json_has_everything_and_its_schema(graded, tmp_path):
@@ -318,12 +325,14 @@ def test_a_file_without_measure_is_unreadable_and_never_read(tmp_path, monkeypat
         ([".", "--jobs", "0"], "at least 1"),
         ([".", "--lessons", "77"], "no such lesson with exercises"),
         ([".", "--alike", "2"], "from 0 to 1"),
+        ([".", "--student", "["], "--student '[': unterminated character set"),
+        ([".", "--student", r"\d+"], "put round brackets around the student's part"),
         ([".", "--secret-file", "nothing"], "nothing"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_is_graded(tmp_path, capsys, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    assert main(["grade", *arguments, "--out", "report"]) == 2
+    assert main(["grade", *arguments, "--out", "../report"]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -336,6 +345,42 @@ def test_reports_are_not_written_among_the_submissions(tmp_path, monkeypatch, ca
     assert main(["grade", "class/submissions", "--out", out]) == 2
     assert f"--out {out} has the submissions class/submissions in it" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "class" / "submissions").iterdir()] == ["ann.py"]
+
+
+@pytest.mark.parametrize("out", ["report", "ann/report"])
+def test_reports_are_not_written_into_the_submissions(tmp_path, monkeypatch, capsys, out):
+    """There an interrupted run would leave a folder that the next one takes for a student."""
+    (tmp_path / "ann").mkdir()
+    (tmp_path / "ann" / "a.py").write_text("x = 1")
+    monkeypatch.chdir(tmp_path)
+    assert main(["grade", ".", "--out", out]) == 2
+    assert f"--out {out} is in the submissions .; name another folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["ann", "a.py"]
+
+
+CANVAS = ("doejane_123_456_02_kv_cache.ipynb", "doejane_LATE_123_789_06_paged_blocks.ipynb", "doejane_124_5_02.ipynb")
+
+
+@pytest.mark.parametrize(
+    ("option", "students"),
+    [
+        (r"[^_]+(?:_LATE)?_(\d+)_\d+_", ["123", "123", "124", "ben", "notes"]),
+        (r"([^_]+)(?:_LATE)?_\d+_\d+_", ["doejane", "doejane", "doejane", "ben", "notes"]),
+        (r"(?:ben|.*\.ipynb)/(x?)", [name[:-6] for name in CANVAS] + ["ben", "notes"]),
+        ("", [name[:-6] for name in CANVAS] + ["ben", "notes"]),
+    ],
+)
+def test_an_expression_takes_the_students_from_the_names_of_files(tmp_path, monkeypatch, option, students):
+    for name in (*CANVAS, "ben/02.ipynb", "notes.zip"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{")
+    asked = []
+    monkeypatch.setattr(batch, "grade_all", lambda files, *_: asked.extend(files) or [])
+    assert main(["grade", str(tmp_path), "--out", str(tmp_path.parent / "out"), "--student", option]) == 0
+    assert {file.name: file.student for file in asked} == dict(
+        zip((*CANVAS, "ben/02.ipynb", "notes.zip"), students, strict=True)
+    )
+    assert [file.name for file in asked if file.problem] == ["notes.zip"]
 
 
 def test_find_takes_the_folder_or_the_file_as_the_student(tmp_path):
@@ -363,9 +408,8 @@ def test_a_student_without_a_file_to_grade_is_unreadable_and_not_left_out(tmp_pa
     (tmp_path / "many").mkdir()
     for number in range(5):
         (tmp_path / "many" / f"{number}.txt").write_text("")
-    for hidden in (".git/config", "report/students/ann.html", "report/grades.json"):
-        (tmp_path / hidden).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / hidden).write_text("")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("")
     files = batch.find(tmp_path)
     monkeypatch.setattr(batch, "StudentProcess", lambda *args: nullcontext())
     graded = batch.grade_all([file for file in files if file.problem], tmp_path / "out", Rules())

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from minillm.errors import UnsupportedError
-from minillm.teaching.frames import BrokenMessageError
 from minillm.teaching.grading import messages, student_process
 from minillm.teaching.grading.messages import Answered, Loaded, Message, Messages, pack
 from minillm.teaching.grading.one_function import ReadJob
 from minillm.teaching.grading.student_process import StudentProcess
+from minillm.teaching.pipe_messages import BrokenMessageError
 
 TEMPLATE = """
 import os, pathlib, pickle, socket, sys, time

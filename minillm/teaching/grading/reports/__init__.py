@@ -7,7 +7,7 @@ from pathlib import Path
 
 from minillm.teaching.grading.grades import Status, Submission
 from minillm.teaching.grading.reports import gradescope, page, summary, tables
-from minillm.teaching.grading.reports.names import file_names
+from minillm.teaching.grading.reports.names import file_name
 from minillm.teaching.write_file import write_file
 
 ISOLATION = {
@@ -28,9 +28,9 @@ def write_all(graded: Sequence[Submission], out: Path, alike: float) -> list[str
 
     The reports of an earlier run on submissions that are no longer there are removed.
     """
-    names = file_names([submission.file for submission in graded])
+    names = {submission.file: file_name(submission.file) for submission in graded}
     was_written = (out / "grades.json").exists()
-    write_file(out / "grades.csv", tables.csv_of(graded))
+    write_file(out / "grades.csv", tables.csv_of(graded).encode("utf-8-sig"))  # with its mark Excel reads UTF-8
     write_file(out / "grades.json", tables.json_of(graded))
     write_file(out / "junit.xml", tables.junit_of(graded))
     for folder in ("gradescope", "students"):

@@ -1,17 +1,11 @@
-"""File names for reports, from names that students chose."""
+"""Safe and unique file names for reports, from names that students chose."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 
 MAX_NAME = 60
-
-
-def file_names(names: Sequence[str]) -> dict[str, str]:
-    """A safe and unique file name, without suffix, for each of `names`."""
-    return {name: file_name(name) for name in names}
 
 
 def file_name(name: str) -> str:

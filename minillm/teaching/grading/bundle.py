@@ -1,7 +1,7 @@
 """The source of a function with everything that it needs, as a student would have typed it into a cell.
 
-The planted mistakes of the exercises are functions: edits of a reference, lambdas, closures, kernels. A notebook needs
-their text.
+References and planted mistakes of the exercises are functions: edits of a reference, lambdas, closures, kernels. A
+notebook needs their text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from minillm.teaching.grading.program import global_names
+from minillm.teaching.source import plain_function
 
 ANSWERS = "minillm.teaching.exercises."
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -49,8 +52,7 @@ def _with_other_name(text: str, name: str) -> str:
 
 
 def _plain(function: Any) -> Any:
-    function = getattr(function, "kernel", function)  # one of lessons 08 and 09, which makes its kernel when asked
-    return getattr(function, "py_func", getattr(function, "fn", function))
+    return plain_function(getattr(function, "kernel", function))  # lessons 08 and 09 make a kernel when asked
 
 
 def _add(function: Any, name: str, parts: dict[str, str], top: str) -> None:
@@ -153,13 +155,9 @@ def _lambda(function: types.FunctionType, name: str) -> str:
 
 
 def _names_of(function: types.FunctionType) -> set[str]:
-    from minillm.teaching.grading.program import _read
-
-    return {*_read(function.__code__), *function.__code__.co_freevars}
+    return {*global_names(function.__code__), *function.__code__.co_freevars}
 
 
 def _names(text: str) -> set[str]:
-    from minillm.teaching.grading.program import _read
-
     code = compile("from __future__ import annotations\n" + text, "x", "exec")
-    return {name for name in _read(code) if not name.startswith("__")}
+    return {name for name in global_names(code) if not name.startswith("__")}

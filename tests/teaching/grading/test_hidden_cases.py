@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, LessonError
+from minillm.teaching import variants
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import call
 from minillm.teaching.check_function import check_function
 from minillm.teaching.compare import exact
-from minillm.teaching.exercise import Exercise
+from minillm.teaching.exercise import Exercise, Function
 from minillm.teaching.grading.grades import Status
+from minillm.teaching.grading.hidden_cases import NUM_HIDDEN, hidden_cases, makers, read_secret
 from minillm.teaching.grading.messages import Answered, Found, Loaded
 from minillm.teaching.grading.one_function import RunJob
 from minillm.teaching.grading.one_submission import Grader, Rules
 from minillm.teaching.grading.student_process import Told
 from minillm.teaching.grading.values import encode
-from minillm.teaching.grading.variants import MAKERS, NUM_HIDDEN, hidden_cases, read_secret
-from minillm.teaching.registry import exercises_of, find, module_names
+from minillm.teaching.registry import every, find
 
-ALL = [exercise for module in module_names() for exercise in exercises_of(module)]
+ALL = every()
 SECRET = b"a secret of a test"
 SLOW = ("l08", "l09", "l15")
 
@@ -29,7 +33,24 @@ def values_of(exercise: Exercise, student: str, secret: bytes = SECRET) -> list[
 
 
 def test_every_exercise_has_a_maker_and_every_maker_an_exercise():
-    assert {exercise.name for exercise in ALL} == set(MAKERS)
+    assert {exercise.name for exercise in ALL} == set(makers())
+
+
+def test_the_makers_of_a_new_lesson_are_found_and_a_missing_one_is_an_error(tmp_path, monkeypatch):
+    made = "MAKERS = {'l98.best_r': lambda draw: Case('', (draw.int(0, 0), 1, 2, 3))}"
+    (tmp_path / "l98_new.py").write_text(f"from minillm.teaching.exercise import Case\n\n{made}\n")
+    monkeypatch.setattr(variants, "__path__", [*variants.__path__, str(tmp_path)])
+    makers.cache_clear()
+    try:
+        new = replace(find("l02.best_r"), name="l98.best_r")
+        assert [case.args for case in hidden_cases(AnswerKey(new), SECRET, "ann")] == [(0, 1, 2, 3)] * NUM_HIDDEN
+        other = replace(new, name="l98.other")
+        assert hidden_cases(AnswerKey(other), b"", "ann") == ()
+        with pytest.raises(LessonError, match=r"l98\.other has no maker of hidden cases"):
+            hidden_cases(AnswerKey(other), SECRET, "ann")
+    finally:
+        makers.cache_clear()
+        sys.modules.pop(f"{variants.__name__}.l98_new", None)
 
 
 @pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
@@ -73,13 +94,16 @@ def test_a_function_that_knows_the_visible_answers_fails_on_a_hidden_case():
 
 
 class Obliging:
-    """In place of a submission's process: answers every case rightly."""
+    """In place of a submission's process: answers every case rightly, or as `function` does."""
 
     mode = ""
 
+    def __init__(self, function: Function | None = None) -> None:
+        self.function = function
+
     def run(self, job: RunJob, wall_seconds: float, memory: int) -> Told:
         right = next(each for each in ALL if each.function_name == job.name).reference
-        answers = [encode(call(job.interface, right, case).value) for case in job.cases]
+        answers = [encode(call(job.interface, self.function or right, case).value) for case in job.cases]
         return Told([Found("written"), Loaded([], []), *[Answered(n, v, None, []) for n, v in enumerate(answers)]])
 
 
@@ -93,10 +117,26 @@ def test_the_answers_to_visible_cases_are_computed_once_for_a_class(monkeypatch)
     monkeypatch.setattr("minillm.teaching.answer_key.call", counting)
     grader = Grader(Obliging(), Rules(secret=SECRET))
     for student in ("alice", "bob", "carol"):
-        assert grader._exercise(exercise, [], student).status is Status.PASSED
+        assert grader._exercise(exercise, [], student, {}).status is Status.PASSED
     visible = [case.label for case in exercise.all_cases()]
     assert [label for label in called if not label.startswith("hidden case")] == visible
     assert len(called) == len(visible) + 3 * NUM_HIDDEN
+
+
+def test_the_answers_of_planted_mistakes_to_visible_cases_are_computed_once_for_a_class(monkeypatch):
+    exercise, called = find("l02.next_capacity"), []
+
+    def counting(of, function, case):
+        called.append((function, case.label))
+        return call(of, function, case)
+
+    monkeypatch.setattr("minillm.teaching.answer_key.call", counting)
+    grader = Grader(Obliging(lambda *numbers: (0, 0)), Rules(secret=SECRET))
+    for student in ("alice", "bob"):
+        assert grader._exercise(exercise, [], student, {}).status is Status.FAILED
+    visible = [each for each in called if not each[1].startswith("hidden case")]
+    assert {function for function, _ in visible} == {exercise.reference, *(each.function for each in exercise.wrong)}
+    assert len(visible) == len(set(visible))
 
 
 def test_a_short_secret_is_refused(tmp_path):
