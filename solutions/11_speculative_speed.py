@@ -779,7 +779,7 @@ claim(
 # and after a pause it must first read the tokens that it missed. So the engine's rule also compares: it times its own
 # steps, each one with drafts against those without shortly before it, and corrects by that what the prices say drafts
 # add. (An engine with adaptive drafting times the prices itself when it starts. To have steps to compare, it makes ten
-# steps without drafts now and then: first once it has drafted for as long as 16 of them take, then 32, and so on,
+# steps without drafts now and then: first once it has drafted for as long as 8 of them take, then 16, and so on,
 # doubling up to 512. And once drafts have cost eight plain steps more than they saved, it drafts nothing for some
 # hundred plain steps per step lost, so that in the long run drafting costs about 1% at most. The runs above were given
 # the prices, and only decide by them: they neither make such steps nor rest.)

@@ -13,8 +13,8 @@ from minillm.speculative.step_times import LARGEST_CHANGE, PlainTimes
 
 PLAIN_STEPS = 10
 """So many steps at a time go without drafts, to be compared."""
-FIRST_PLAIN, PLAIN_EVERY = 16, 512
-"""Drafting goes on for as long as so many steps without drafts take before the next `PLAIN_STEPS` of them: 16 at first,
+FIRST_PLAIN, PLAIN_EVERY = 8, 512
+"""Drafting goes on for as long as so many steps without drafts take before the next `PLAIN_STEPS` of them: 8 at first,
 doubled each time up to 512."""
 COMPARED_KEPT = 32
 """Steps with drafts are judged by the median of so many of the latest that were compared."""
@@ -39,10 +39,9 @@ class LossLimit(DraftPolicy):
 
     Once `MOST_LOST` steps without drafts are lost, drafting rests until `saved` is back at zero. To know what steps
     without drafts take, some go without now and then. A step with drafts is compared only with steps that went without
-    shortly before it, because the speed of a machine changes. If there are none, what it saved is guessed from the
-    duration that the policy predicts, times how much longer than predicted the compared steps took. Guesses do not
-    count: else a policy that predicts too little would be believed most of the time. But once `MOST_LOST` steps seem to
-    be lost by them, the next steps are compared.
+    shortly before it, because the speed of a machine changes. If there are none, it counts with the duration that the
+    policy predicts, times how much longer than predicted the compared steps took. Such steps can lose, but save no more
+    than they lost: else a policy that predicts too little would be believed most of the time.
 
     Not counted are steps that compute a prompt, and those with a request that samples with a seed of its own, which
     always gets all its drafts.
@@ -61,8 +60,8 @@ class LossLimit(DraftPolicy):
     """Which of them sample with a seed of their own."""
     _saved: float = field(init=False, default=0.0)
     """Seconds."""
-    _guessed: float = field(init=False, default=0.0)
-    """Seconds that the latest steps with drafts seem to have saved without being compared, at most 0."""
+    _most: float = field(init=False, default=0.0)
+    """What `_saved` was after the latest step that was compared or went without drafts. The others do not raise it."""
     _plain: float = field(init=False, default=0.0)
     """Seconds of a step with the same requests, without drafts; 0 before that was measured."""
     _accepted: int = field(init=False, default=0)
@@ -83,15 +82,14 @@ class LossLimit(DraftPolicy):
         if self._requests != requests:
             if not set(requests) <= set(self._requests):
                 self.plain_times.other_work()
-                self._saved = min(self._saved, SAVED_BY_OTHERS * self._plain)
+                self._saved = self._most = min(self._saved, SAVED_BY_OTHERS * self._plain)
             self._requests = list(requests)
             self._seeded = [request.samples_with_own_seed for request in requests]
         if self._rests or self._saved < -MOST_LOST * self._plain:
             self._rests = self._saved < 0
-        is_due, seems_to_lose = self._drafted >= self._plain_after, self._guessed < -MOST_LOST * self._plain
-        if not self._rests and (is_due or seems_to_lose):
-            self._drafted, self._guessed, self._compared_left = 0.0, 0.0, PLAIN_STEPS
-            self._plain_after = min((1 + is_due) * self._plain_after, PLAIN_EVERY)
+        if not self._rests and self._drafted >= self._plain_after:
+            self._drafted, self._compared_left = 0.0, PLAIN_STEPS
+            self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
         any_seeded = any(self._seeded)
         if not self._rests and (any_seeded or not self._compared_left):
             return self.policy.plan(requests, num_rows)
@@ -107,8 +105,11 @@ class LossLimit(DraftPolicy):
         self._add_saved(LOSS_SHARE * self._plain * num_steps)
         self.policy.plan_held(0 if self._rests else num_steps)
 
-    def _add_saved(self, saved: float) -> None:
-        self._saved = min(self._saved + max(saved, -MOST_LOST * self._plain), MOST_SAVED * self._plain)
+    def _add_saved(self, saved: float, is_compared: bool = True) -> None:
+        most = MOST_SAVED * self._plain if is_compared else self._most
+        self._saved = min(self._saved + max(saved, -MOST_LOST * self._plain), most)
+        if is_compared:
+            self._most = self._saved
 
     def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
@@ -132,11 +133,10 @@ class LossLimit(DraftPolicy):
         if ratio is not None:
             self._exceeded.append(ratio / predicted)
             self._usually_exceeded = statistics.median_low(self._exceeded)
-            took = predicted * min(ratio / predicted, LARGEST_CHANGE * self._usually_exceeded)
-            self._add_saved((gained - took) * self._plain)
+            ratio = min(ratio, LARGEST_CHANGE * self._usually_exceeded * predicted)
+            self._add_saved((gained - ratio) * self._plain)
         elif self._exceeded:
-            guessed = (gained - predicted * self._usually_exceeded) * self._plain
-            self._guessed = min(self._guessed + guessed, 0.0)
+            self._add_saved((gained - self._usually_exceeded * predicted) * self._plain, is_compared=False)
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
         """See `DraftPolicy.added_seconds`."""
