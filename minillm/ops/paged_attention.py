@@ -213,4 +213,4 @@ def pack_queries(q: Tensor, count: int, num_kv: int) -> Tensor:
 def unpack_outputs(out: Tensor, num_queries: int) -> Tensor:
     """The inverse of `pack_queries`, for `num_queries` queries per request."""
     heads = out.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
-    return heads.flatten(2, 3).flatten(0, 1)
+    return heads.reshape(len(out) * num_queries, -1, out.shape[-1])
