@@ -26,7 +26,7 @@ def told() -> dict[str, dict[str, int]]:
 
 
 @LINUX
-@pytest.mark.parametrize("layout, dtype", LAYOUTS, ids=" ".join)
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS)
 def test_claimed_bytes_are_measured_within_one_percent(
     told: dict[str, dict[str, int]], layout: str, dtype: str
 ) -> None:
