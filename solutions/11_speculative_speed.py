@@ -781,8 +781,8 @@ claim(
 # add. (An engine with adaptive drafting times the prices itself when it starts. To have steps to compare, it makes ten
 # steps without drafts now and then: first once it has drafted for as long as 8 of them take, then 16, and so on,
 # doubling up to 512. And once drafts have cost eight plain steps more than they saved, it drafts nothing for some
-# hundred plain steps per step lost, so that in the long run drafting costs about 1% at most. The runs above were given
-# the prices, and only decide by them: they neither make such steps nor rest.)
+# hundred plain steps per step lost, so that the loss it has measured comes to about 1% in the long run. The runs above
+# were given the prices, and only decide by them: they neither make such steps nor rest.)
 #
 # ### The literature's claims
 #

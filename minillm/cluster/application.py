@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
+from minillm.bench.processes import open_own
 from minillm.cluster.gateway import Answer, ReplicaLost, build_gateway
 from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.prefix_router import PrefixRouter
@@ -212,10 +212,9 @@ def _wait_until_it_runs(name: str, deadline: float) -> None:
 
 def _wait_until_it_answers(url: str, deadline: float) -> None:
     """Wait for any answer of the gateway. Raises `EngineDeadError` after the deadline."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is this machine's own address
     while True:
         try:
-            with opener.open(url, timeout=10):
+            with open_own(url, timeout=10):
                 return
         except urllib.error.HTTPError as answer:
             if answer.code != HTTPStatus.NOT_FOUND:  # a proxy that does not know the gateway yet

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from minillm.errors import ConfigError
 from minillm.tokenizer import Tokenizer
 
-MAX_BAD_WORDS = 1000
-"""As token ids, per request: each is compared with the end of the output for every token. vLLM's limit."""
+MAX_BAD_WORDS = 128
+"""Sequences of tokens per request, each compared with the end of the output for every token. vLLM's default limit."""
 
 
 def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -63,10 +63,9 @@ def _edit_columns(rows: Sequence[SamplingRow], vocab: int) -> dict[str, np.ndarr
     what belongs to them."""
     columns: dict[str, np.ndarray] = {}
     allowed = [allowed_tokens(row, vocab) for row in rows]
-    if any(tokens is not None for tokens in allowed):
-        places = [i * vocab + token for i, tokens in enumerate(allowed) for token in tokens or ()]
-        columns["allowed"] = np.array(places, np.int64)
-        columns["is_limited"] = np.array([tokens is not None for tokens in allowed], np.int64)
+    if any(map(len, allowed)):
+        columns["allowed"] = np.concatenate([i * vocab + tokens for i, tokens in enumerate(allowed)])
+        columns["is_limited"] = np.array([len(tokens) > 0 for tokens in allowed], np.int64)
     biases = {i * vocab + t: bias for i, row in enumerate(rows) for t, bias in biases_of(row, vocab).items()}
     if biases:
         columns["biased"] = np.array(list(biases), np.int64)

@@ -184,7 +184,8 @@ def _edited(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         return logits
     logits, vocab = logits.clone(), logits.shape[1]
     for i in edited:
-        if (allowed := allowed_tokens(rows[i], vocab)) is not None:
+        if len(allowed := allowed_tokens(rows[i], vocab)):
+            allowed = torch.from_numpy(allowed).to(logits.device)
             kept = logits[i, allowed]
             logits[i] = -math.inf
             logits[i, allowed] = kept
@@ -208,10 +209,12 @@ def _penalise(logits: Tensor, row: SamplingRow) -> None:
     )
 
 
-def allowed_tokens(row: SamplingRow, vocab: int) -> list[int] | None:
-    """Those of `allowed_token_ids` that are below `vocab`; None if all tokens are allowed. A draft model may have fewer
-    tokens than the target, whose verdict counts: if it has none of the allowed ones, it may draft all."""
-    return [token for token in row.params.allowed_token_ids or () if token < vocab] or None
+def allowed_tokens(row: SamplingRow, vocab: int) -> np.ndarray:
+    """Those of `allowed_token_ids` that are below `vocab`, `[num_allowed]` int64; empty if all tokens are allowed. A
+    draft model may have fewer tokens than the target, whose verdict counts: without any allowed one it may draft all.
+    """
+    allowed = row.params.sorted_allowed_token_ids
+    return allowed[: np.searchsorted(allowed, vocab)]
 
 
 def biases_of(row: SamplingRow, vocab: int) -> dict[int, float]:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
-from functools import wraps
+from functools import cached_property, wraps
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
 
@@ -110,6 +112,11 @@ class SamplingParams:
     def all_stop_token_ids(self) -> frozenset[int]:
         """`stop_token_ids` as a set. The engine adds the model's end-of-text tokens, unless `ignore_eos` is set."""
         return frozenset(self.stop_token_ids or ())
+
+    @cached_property
+    def sorted_allowed_token_ids(self) -> np.ndarray:
+        """`allowed_token_ids`, each once, `[num_allowed]` int64; empty if all tokens are allowed."""
+        return np.unique(np.array(self.allowed_token_ids or (), np.int64))
 
     @property
     def is_greedy(self) -> bool:

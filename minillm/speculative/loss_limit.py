@@ -19,7 +19,7 @@ doubled each time up to 512."""
 COMPARED_KEPT = 32
 """Steps with drafts are judged by the median of so many of the latest that were compared."""
 LOSS_SHARE = 0.01
-"""What drafting may lose in the long run, as a share of the time of the steps without drafts."""
+"""What the measured loss comes to in the long run, as a share of the time of the steps without drafts."""
 MOST_LOST = 8
 """Drafting rests once it has cost this many steps without drafts, and no step counts as a larger loss: it may have been
 interrupted. The first drafts of a request take as long as some five, while a draft model or an index reads the

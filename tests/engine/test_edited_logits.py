@@ -109,6 +109,5 @@ def test_drafts_do_not_change_greedy_tokens(drafter: str, edits: str) -> None:
     ids=str,
 )
 def test_what_cannot_be_chosen_is_refused_before_work_starts(options: dict[str, Any], message: str) -> None:
-    assert llm("plain").get_tokenizer().encode("ab") != [68, 69]
     with pytest.raises(ConfigError, match=message):
         outputs("plain", SamplingParams(**options))

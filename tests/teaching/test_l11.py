@@ -293,6 +293,6 @@ def test_the_lesson_names_the_numbers_of_the_rule() -> None:
         f"long as {loss_limit.FIRST_PLAIN} of them take, then {2 * loss_limit.FIRST_PLAIN}, and so on, doubling up to "
         f"{loss_limit.PLAIN_EVERY}",
         f"once drafts have cost {words[loss_limit.MOST_LOST]} plain steps more than they saved",
-        f"in the long run drafting costs about {loss_limit.LOSS_SHARE:.0%} at most",
+        f"so that the loss it has measured comes to about {loss_limit.LOSS_SHARE:.0%} in the long run",
     ):
         assert stated in text, stated
