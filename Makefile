@@ -62,7 +62,9 @@ dist: $(STAMP)
 # Lessons, solutions and tests wait in one queue (see conftest.py). JOBS of them run at a time, a notebook in one kernel,
 # each on one thread. Many wait, for a browser or a limit of time: on two cores three are quicker than two.
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Many tests fork their worker, to guard a learner's code; in large pages of memory (glibc, Linux) that is quicker.
 test: export OMP_NUM_THREADS := 1
+test: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 test: lint
 	$(BIN)/python -m compileall -q minillm  # once, where Python is told to write no bytecode: tests start many processes
 	$(BIN)/minillm build --check
@@ -116,7 +118,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit("$(TOO_OLD)" % v if v < (3, 10) else 0)'
 	@echo "Making $(VENV): this happens once and takes a minute or more, most of it PyTorch."
 	$(PYTHON) -m venv $(if $(wildcard $(STAMP)),,--clear) $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS) -e '.[lab,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt $(PIP_ARGS) -e '.[lab,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would do it on one core; some packages carry templates
 	@touch $@
 
 clean:

@@ -65,6 +65,9 @@ TOGETHER = (
         "tests/cache/test_paged_int4.py",
         "tests/cache/test_paged_int8.py",
         "tests/speculative/test_self_quant.py",
+        "tests/ops/cpu/test_attention.py",
+        "tests/ops/cpu/test_nibbles.py",
+        "tests/ops/cpu/test_panels.py",
     ),
 )
 """Files that share what is slow to make: one worker runs them. The first share the book of all lessons, the others the

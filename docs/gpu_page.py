@@ -14,7 +14,7 @@ RATES = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "bytes": (2**20, "Mi
 """Units that are printed in larger ones."""
 NAMES = {"last cache": "last-level cache"}
 """Metrics that were renamed after a committed run."""
-SETTINGS = ("model", "context", "half", "target, draft")
+SETTINGS = ("model", "context", "half", "int8", "target, draft")
 """The notes of a stage that say what it was run with."""
 WORDS = {
     "half decode, MBU": "decoding with weights in 16 bits, share of a copy's bandwidth",
@@ -49,6 +49,8 @@ def _section(stage: Result) -> str:
         lines += ["", *_ops(stage["rows"])]
     if noise := _noise_of_tiles(stage):
         lines += ["", noise]
+    if _only_layers_in_int8(stage):
+        lines += ["", "INT8 weights are those of the layers; the unembedding stays in 16 bits, unlike in the engine."]
     if _without_graphs(stage):
         lines += ["", "`compiled` is without CUDA graphs, which transformers records by default on a GPU."]
     if stage["status"] != "done":
@@ -71,6 +73,7 @@ def gpu_words() -> str:
     if way.endswith("compiled") and _without_graphs(_stage("bundled")):
         way += " without CUDA graphs"
     ours = _metric("bundled", "minillm fp32, decode")["value"]
+    int8 = "INT8 weights" + " (the unembedding in 16 bits)" * _only_layers_in_int8(_stage("decode"))
     missed = [f"{WORDS.get(m['name'], m['name'])} ({m['value']:.2f}, asked {m['target']})" for m in _missed()]
     text = (
         f"On one {load(LATEST)['hardware']['gpu']['name']}, `minillm bench gpu` (revision {revision(load(LATEST))}) "
@@ -78,7 +81,7 @@ def gpu_words() -> str:
         "A model of the shape of Llama 3.1 8B with random "
         f"weights in 16 bits decodes {_value('decode', 'half batch 1')} tokens/s at "
         f"{_metric('decode', 'half decode, MBU')['value']:.0%} of the bandwidth of a copy, "
-        f"{_metric('decode', 'int8 over half')['value']:.2f}× as many with INT8 weights, and "
+        f"{_metric('decode', 'int8 over half')['value']:.2f}× as many with {int8}, and "
         f"{_value('decode', 'half batch 128')} tokens/s with 128 requests at once (steps of the model alone, after "
         f"{_stage('decode')['notes']['context']} tokens). The bundled model "
         f"in float32 decodes {number(ours)} tokens/s, the fastest way of transformers that was tried "
@@ -179,6 +182,12 @@ def _without_graphs(stage: Result) -> bool:
     """Whether transformers was compiled without CUDA graphs: a stage that compiles with them notes the mode."""
     compiled = any("compiled" in metric["name"] for metric in stage["metrics"])
     return compiled and "compile mode" not in stage["notes"]
+
+
+def _only_layers_in_int8(stage: Result) -> bool:
+    """Whether the unembedding of an INT8 model stayed in 16 bits: a stage that quantises it notes so."""
+    has_int8 = any(metric["name"] == "int8 decode" for metric in stage["metrics"])
+    return has_int8 and "int8" not in stage["notes"]
 
 
 def _failures(stage: Result) -> dict[str, str]:

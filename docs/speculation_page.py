@@ -26,7 +26,7 @@ def speculation(how: Callable[[str, Result], str]) -> str:
     rows, again = _lines(result)
     parts = [_head(result, rows), how("speculation", result), *_by_method(rows), _by_text(rows)]
     parts += [_prediction(rows), f"{_noise(rows, again)} {_unsteady(result, rows)}", _resting(rows)]
-    parts += [_larger(load("speculation_0.4b"), how)]
+    parts += [_larger(load("speculation_0.4b"), rows, how)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -150,8 +150,8 @@ def _prediction(rows: Sequence[Result]) -> str:
     slowest, worst = (min(group, key=lambda row: row["ratio"]) for group in (adaptive, fixed))
     return (
         "Modelled: τ / (s (c + v) + 1 - s), with τ, the share of steps with drafts (s), and the costs of drafting (c) "
-        "and of the rest of such a step (v), all measured in the same runs as the speed-up. So this tells whether the "
-        "four explain the speed-up, not whether it could be known before. It is within "
+        "and of the rest of such a step (v), all measured in the same run of the benchmark as the speed-up. So this "
+        "tells whether the four explain the speed-up, not whether it could be known before. It is within "
         f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines{left_out}, and at most "
         f"{max(errors):.0%} from it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest "
         f"adaptive one {_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×, {surely} of them "
@@ -214,13 +214,15 @@ def _resting(rows: Sequence[Result]) -> str:
     )
 
 
-def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
-    """The shape of 0.4 billion parameters, where weights are random and drafts are accepted at given rates."""
+def _larger(result: Result, bundled: Sequence[Result], how: Callable[[str, Result], str]) -> str:
+    """The shape of 0.4 billion parameters, where weights are random and drafts are accepted at given rates. `bundled`:
+    the lines of the bundled pair."""
     rows, _ = _lines(result)
     lines = [
-        "At 0.4 billion parameters, w8a8, one request. Weights are random, so drafts are accepted at about the rates "
-        "of the bundled pair (`synthetic`), whatever the text: what differs between texts is noise. "
-        "`modelled` is as above.\n",
+        "At 0.4 billion parameters, w8a8, one request. Weights are random, so drafts are accepted at given rates "
+        "(`synthetic`), whatever the text: what differs between texts is noise. The shares of drafts accepted, of "
+        f"those whose predecessors were, are by position {_accepted(rows, 'synthetic')}; those of the bundled pair's "
+        f"`draft_model` are {_accepted(bundled, 'draft_model')}. `modelled` is as above.\n",
         *table_head(["text", "method", "speed-up", "modelled", "τ", "c", "v"]),
     ]
     for row in rows:
@@ -228,6 +230,18 @@ def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
         figures = " | ".join(f"{at[key]:.2f}" for key in ("predicted", "tau", "c", "v"))
         lines.append(f"| {at['slice']} | {row['system']} | {ratio(row)} | {figures} |")
     return "\n".join(lines) + "\n\n" + how("speculation_0.4b", result)
+
+
+def _accepted(rows: Sequence[Result], system: str) -> str:
+    """The share of drafts that a system's lines in w8a8 with one request have accepted, by position: means over the
+    kinds of text."""
+    found = [
+        row["config"]["alpha"]
+        for row in rows
+        if (row["system"], row["config"]["weights"], row["config"]["batch"]) == (system, "w8a8", 1)
+    ]
+    positions = ([share for share in shares if share is not None] for shares in itertools.zip_longest(*found))
+    return ", ".join(f"{statistics.mean(shares):.0%}" for shares in positions)
 
 
 def _line(row: Result) -> str:

@@ -79,7 +79,7 @@ def drafter(method: str) -> str:
         product *= rate
         total += product
     minutes = facts["run"]["minutes"]
-    time = f"{minutes:.0f} minutes" if minutes >= 2 else f"{60 * minutes:.0f} seconds"
+    time = f"{minutes:.{0 if minutes >= 2 else 1}f} minutes"
     time += " on a GPU" * all(hardware.get("gpu") for hardware in facts["run"]["hardware"])
     trained = f"{facts['run']['tokens']:,} tokens in {time}"
     return f"{total:.2f} tokens per round on the target's greedy text, after training on {trained}"

@@ -1,10 +1,10 @@
-"""All errors that minillm raises on purpose. Each is a `ValueError` that names the value, the limit and the fix."""
+"""The errors that users of the package catch. Each is a `ValueError` that names the value, the limit and the fix."""
 
 from __future__ import annotations
 
 
 class MinillmError(ValueError):
-    """Base of all errors that minillm raises on purpose."""
+    """Base of all errors of this module."""
 
 
 class ConfigError(MinillmError):

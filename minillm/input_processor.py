@@ -156,7 +156,7 @@ class InputProcessor:
                 f"{num_prompt_tokens} prompt tokens and {max(max_tokens, 1)} new ones are over the context of "
                 f"{self.max_model_len}; {fix}"
             )
-        if max_tokens < 1:
+        if self.room_after(num_prompt_tokens) < 1:  # the prompt fits the context, so not the pool
             raise RequestTooLargeError(
                 f"{num_prompt_tokens} prompt tokens need {self.pool.blocks_for(num_prompt_tokens)} blocks, the pool "
                 f"has {self.pool.num_blocks}; shorten the prompt, or raise num_kv_blocks or kv_cache_memory_bytes"

@@ -249,17 +249,21 @@ class LLMEngine:
         If one of them cannot be aborted without an error, the others are aborted all the same. Raises the last error.
         """
         with self.engine.lock, ExitStack() as calls:  # makes all of them, from the last one to the first
-            calls.callback(self._forget, {prompt_id_of(request.request_id) for request in requests})
+            calls.callback(self._forget, requests)
             for request in reversed(requests):
                 if self.engine.requests.get(request.request_id) is request:
                     calls.callback(self.engine.abort, request.request_id)
 
-    def _forget(self, names: Iterable[str]) -> None:
-        """Discard the metrics of ended prompts. If `add_request` refused an id because it is in use, the metrics belong
-        to the request that runs."""
-        for name in names:
+    def _forget(self, requests: Iterable[Request]) -> None:
+        """Discard the metrics of the prompts of these requests. Where a listener has ended one, it runs until after the
+        step, and nobody waits for it. If `add_request` refused an id because it is in use, the metrics belong to the
+        request that runs."""
+        for request in requests:
+            name = prompt_id_of(request.request_id)
             if not self._is_running(name):
                 self.metrics.forget(name)
+            elif self.engine.requests.get(request.request_id) is request:
+                self.metrics.awaited.discard(name)
 
     def output(self, group: Sequence[Request]) -> RequestOutput:
         """The output so far of all completions of one prompt."""

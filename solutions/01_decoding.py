@@ -205,8 +205,9 @@ predict("l01.drift", None, unit="completions")
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention: for each token, the weighted mean of its own value and those of the tokens before it.
 
-    q:       [num_tokens, num_heads, head_dim]
-    k, v:    [num_tokens, num_kv_heads, head_dim]; query head h reads KV head h // (num_heads // num_kv_heads)
+    q:       [num_tokens, num_heads, head_dim]; not changed
+    k, v:    [num_tokens, num_kv_heads, head_dim]; query head h reads KV head h // (num_heads // num_kv_heads); not
+             changed
     returns: [num_tokens, num_heads, head_dim]
 
     Example, one head of width 1: q = [1, 1], k = [0, 0], v = [10, 20] gives [10, 15]: equal scores, so the first token
@@ -230,6 +231,8 @@ check("l01.causal_attention")
 # Stuck? `hint("l01.causal_attention", 1)`, then 2, 3 and 4: where to look, which operation, the shape of the code, the
 # solution. You may also skip an exercise: `use(...)` takes your function if it passes its check, and otherwise the
 # reference, and says so.
+#
+# In this whole course a function may change its arguments only if its docstring says so; otherwise `check` refuses it.
 #
 # In every layer the model calls the `attend` method of an object that is passed to it, and it accepts any object with
 # such a method. So your function can run inside the model right away. Compare the logits that the model then gives with
@@ -713,8 +716,9 @@ claim("Without a cache the same tokens take longer.", gain.median > 1, measured=
 # ## Stay in tokens
 #
 # Your loop keeps a list of ids and decodes at the end. Many programs keep a *string*: they decode each new token, add
-# it to the text, and encode the text again for the next call. In one tutorial on speculative decoding, the draft model
-# passes its tokens to the target model in this way, as text. Does the target get the same tokens?
+# it to the text, and encode the text again for the next call. In one tutorial on [speculative
+# decoding](glossary.md#speculative-decoding) (lesson 10), a small *draft model* guesses tokens, and passes them to the
+# large *target model* in this way, as text. Does the target get the same tokens?
 #
 # Remember that the same text can be split into tokens in many ways. `retokenization_drift` takes completions from the
 # engine and checks, after every new token but the last, whether decoding and encoding gives back the ids that the model
@@ -775,8 +779,8 @@ claim(
 # %% [markdown]
 # The same characters can be another list of ids. The model sees only the ids, and what it expects next can be very
 # different, as printed above. Everything that depends on the ids goes wrong too: a cache holds rows of other tokens,
-# draft probabilities belong to tokens that are no longer in the text, and token counts do not add up. An incomplete
-# character (as with the emoji above) becomes the character `�`, and its bytes are lost.
+# the draft model's probabilities belong to tokens that are no longer in the text, and token counts do not add up. An
+# incomplete character (as with the emoji above) becomes the character `�`, and its bytes are lost.
 #
 # **Rule: encode the prompt once, stay in ids, decode for the reader only.**
 #

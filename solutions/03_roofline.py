@@ -209,7 +209,7 @@ LineChart(
 # With few rows the intensity is simply $2 \cdot \text{rows} / \text{bytes per number}$: one row of fp32 does half an
 # operation per byte, whatever the size of the layer. **A batch adds rows**: eight requests decoding together are eight
 # rows that share one reading of the weights. The 256 tokens of a prompt are also rows that share it, and so are the
-# draft tokens of speculative decoding.
+# draft tokens of [speculative decoding](glossary.md#speculative-decoding).
 #
 # (The dashed line is the ridge of products in bf16; exercise 4 explains it. It also holds for INT8 *weights* that are
 # dequantised to bf16 first. With INT8 *products*, which an H100 does twice as fast (data sheet), the ridge is at 591, and
@@ -349,11 +349,12 @@ Roofline(
 # ### The limits of this machine
 #
 # Measure the roof: do not take it from a data sheet or from one kernel alone. The roof is what the *fastest* kernel
-# reaches that the engine can use. For the bytes, a large copy and a large sum are timed. For the arithmetic, three
-# kernels are timed: `torch.mm`; oneDNN, Intel's library of kernels, with packed weights, that is, reordered once into
-# the order in which its kernel reads them (the engine's linear layers use it from 4 rows on); and the product of the
-# compiled step, which keeps a small tile (a rectangle) of the result in registers (lesson 15). The best of each counts.
-# `minillm doctor --measure` does the same with all threads. The cell uses one, because everything below runs on one.
+# reaches that the engine can use. For the bytes, a large copy is timed, and a large sum, which only reads. For the
+# arithmetic, up to three kernels are timed: `torch.mm`; on x86 processors also oneDNN, Intel's library of kernels, with
+# packed weights, that is, reordered once into the order in which its kernel reads them (there the engine's linear
+# layers use it from 4 rows on); and where numba is installed, the product of the compiled step, which keeps a small
+# tile (a rectangle) of the result in registers (lesson 15). The best of each counts. `minillm doctor --measure` does
+# the same with all threads. The cell uses one, because everything below runs on one.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.doctor.machine_limits import matmul_rate, memory_bandwidth
@@ -369,8 +370,9 @@ reveal("l03.rows", round(here.ridge * 4 / 2, 1))  # intensity = 2 · rows / 4 by
 
 # %% [markdown]
 # A CPU core does far fewer operations per byte than a GPU, so its ridge is at a lower intensity. 64 rows through a
-# linear layer are left of the ridge on an H100, and right of it here. **The answer to our question depends on the
-# machine, so measure it.**
+# linear layer are left of the ridge on an H100. Through minicoder's gate and up they do about 26 operations per byte
+# (first chart): if the ridge printed above is lower, they are right of it here. **The answer to our question depends on
+# the machine, so measure it.**
 #
 # ### Measured points
 #
@@ -574,7 +576,7 @@ from torch import Tensor
 def mean_pool_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
     """Return a key or value projection with fewer heads: each new head is the mean of a group of old ones.
 
-    weight:       [num_heads * head_dim, hidden], one KV head after the other
+    weight:       [num_heads * head_dim, hidden], one KV head after the other; not changed
     num_heads:    the KV heads that weight has now, not the query heads
     num_kv_heads: the KV heads that the result has, a divisor of num_heads
     returns:      [num_kv_heads * head_dim, hidden]
@@ -741,9 +743,9 @@ claim(
 #
 # ### A point above the roof
 #
-# Here is the sum of two vectors, written to a third: one operation for 12 bytes, far left on the slope. It is timed
-# with vectors of 32 MB, and then with vectors of 128 KB that are added repeatedly. **Guess** where the second point
-# will lie.
+# Here is the addition `a + b` of two vectors, written to a third: one operation for 12 bytes, far left on the slope. It
+# is timed with vectors of 32 MB, and then with vectors of 128 KB that are added repeatedly. **Guess** where the second
+# point will lie.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import additions
@@ -765,15 +767,15 @@ Roofline("The same work twice", here, points)
 # from the processor's cache, and it reaches only a fraction of that speed. That is why the measurement above used
 # several copies of the layers. **A point well above the roof means that one of three numbers is wrong**: the bytes
 # (they came from elsewhere), the time, or the roof. Most often it is the roof: measured with one library's product, it
-# lies below what another kernel reaches. That is why three were tried above.
+# lies below what another kernel reaches. That is why more than one was tried above.
 #
-# The large vectors may lie above the roof too, if the roof is that of a copy (the limits above name the operation). A
-# copy reads one number for each that it writes, `a + b` reads two. Writing costs more than is counted: before a
-# processor writes a part of a line of memory, it usually reads the line first. With this read a copy moves 3 numbers
-# and is counted as 2, `a + b` moves 4 and is counted as 3, so the same memory seems $\frac{3/4}{2/3} = 1.125$ times as
-# fast. If the printed share is not 113%, there are three possible reasons: noise (a roof is a measurement too, and its
-# spread is printed above), a roof that is not that of a copy, or a copy and a sum that do not use the memory equally
-# well.
+# The large vectors may lie above the roof too. Writing costs more than is counted: before a processor writes a part of
+# a line of memory, it usually reads the line first. With this read `a + b` moves 4 numbers and is counted as 3, a copy
+# moves 3 and is counted as 2, and a sum, which only reads, is counted in full. So if all used the memory equally well,
+# `a + b` would reach $\frac{3/4}{2/3}$ = 113% of the roof of a copy, and 75% of the roof of a sum (the limits above
+# name the operation). Another share has one of three reasons: noise (a roof is a measurement too, and its spread is
+# printed above); a processor that avoids that read; or a roof that is too low, because one core's copy or sum does not
+# use all of the memory's bandwidth.
 #
 # ### Wrong ways to pool
 #
@@ -888,7 +890,7 @@ for label, size in sizes.items():
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | Llama-2-70B: 80 GB of cache at 4096 tokens, often more than the weights | 1.34 GB; 10.7 GB with all query heads; 80 GiB for 64 texts; the weights have 138 GB | lesson 2 |
+# | Llama-2-70B: 80 GB of cache at 4096 tokens, often more than the weights | 1.34 GB, less than the weights; 10.7 GB with all query heads | lesson 2 |
 # | `num_key_value_heads = 8` on it saves 8× | it has 8; on an MHA checkpoint the shapes do not fit | Fewer heads by editing a number |
 # | GQA: pool by the mean, it beats one head and random heads | random heads are the worst start here, too; mean or one head says nothing before the further training that the paper adds, and both are unusable without it | exercise 6 |
 # | sub-100 ms inference | undefined; at least 41 ms per token for a 70B model in fp16 on one H100's bandwidth | the last table |

@@ -108,8 +108,8 @@ predict("l04.moved", None, unit="times")
 def quantise_symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Quantise with one scale per token and head.
 
-    x:       [tokens, heads, dim] float32
-    levels:  the largest code: 127 or 7
+    x:       [tokens, heads, dim] float32; not changed
+    levels:  the largest code, such as 127 (8 bits) or 7 (4 bits)
     returns: codes [tokens, heads, dim] int8, within ±levels; scale [tokens, heads] bfloat16, 1 for a row of zeros
 
     Example: x = [[[1, -2.1, 0.3, 4]]], levels = 7: 4 / 7 is 0.5703 in bfloat16, and the codes are [[[2, -4, 1, 7]]].
@@ -388,7 +388,7 @@ ErrorMap(
 def quantise_per_channel(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise with a scale and a zero point per channel, for each group of `group_size` tokens.
 
-    x:       [tokens, heads, dim] float32; tokens is a multiple of group_size
+    x:       [tokens, heads, dim] float32; tokens is a multiple of group_size; not changed
     returns: codes [tokens, heads, dim] uint8, each 0 … 15; scale and zero, both [groups, heads, dim] float16
              (scale = (maximum - stored zero) / 15; one that is not above 0 becomes 1)
 
@@ -886,7 +886,7 @@ class ScaleOfZero(MyInt8):
 
 
 class RowPerLayer(MyInt8):
-    """The sample's counter, advanced by every layer: layer l of token t goes to row t·L + l."""
+    """The sample's counter, advanced by every layer: with one token a step, layer l of token t goes to row t·L + l."""
 
     rows = 0
 

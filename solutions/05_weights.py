@@ -110,7 +110,7 @@ predict("l05.step", None, unit="times as long")
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise to INT8, symmetrically, with one scale per output channel.
 
-    weight:  [out, in] float32
+    weight:  [out, in] float32; not changed
     returns: codes [out, in] int8, within ±127; scale [out] float32, 1 for a row of zeros
 
     Example: weight = [[12.7, -3.04, 0.26]] gives codes [[127, -30, 3]] and scale [0.1].
@@ -199,8 +199,8 @@ del own  # it holds its own copy of the weights
 # %% [markdown]
 # The model is not bit for bit the same, but close. Whether a changed text is *worse* is another question, and the
 # measure for it is that of lesson 4: held-out text goes through the model, and its predictions are compared with those
-# of float32. The **KL** divergence is 0 when nothing has changed; [bits per byte](glossary.md#bits-per-byte) say how
-# well the text is predicted.
+# of float32. The **KL** divergence is 0 when nothing has changed; its unit is the nat (1.44 bits). [Bits per
+# byte](glossary.md#bits-per-byte) say how well the text is predicted.
 
 # %%
 quality.CHUNK = 128  # half a row of text in one step
@@ -242,9 +242,10 @@ claim("INT8 weights: a KL below 0.001 nats per token.", table["INT8, yours"][1] 
 # ### Exercise 2: multiply integers
 #
 # The product above was still computed in floats. Processors with instructions for 8-bit integers multiply them two to
-# four times as fast as floats (data sheets; not measured here). For that the activations must be codes too:
-# **[W8A8](glossary.md#w8a8)**, weights and activations both in 8 bits. Activations are not known in advance, so they
-# are rounded at every step, which is called **dynamic quantisation**. Each **token** gets a scale of its own:
+# four times as fast as floats (data sheets; not measured here). For that the inputs $x$ of the layer, its
+# **[activations](glossary.md#activations)**, must be codes too: **[W8A8](glossary.md#w8a8)**, weights and activations
+# both in 8 bits. Activations are not known in advance, so they are rounded at every step, which is called **dynamic
+# quantisation**. Each **token** gets a scale of its own:
 #
 # $$y_{ti} = \sum_j (c^x_{tj}\,s^x_t)\,(c^w_{ij}\,s^w_i) = s^x_t\, s^w_i \sum_j c^x_{tj}\, c^w_{ij}$$
 #
@@ -316,7 +317,7 @@ claim("Rounding the activations costs several times as much KL as rounding the w
 def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise to 16 levels; every group_size neighbours in a row share a scale and a zero point.
 
-    weight:  [out, in] float32; in is a multiple of group_size
+    weight:  [out, in] float32; in is a multiple of group_size; not changed
     returns: codes [out, in] uint8, each 0 … 15; scale [out, groups] float16, 1 where it would be 0;
              zero [out, groups] uint8, the code that stands for 0
 
@@ -412,8 +413,8 @@ def awq_scale(
 ) -> tuple[float, Tensor]:
     """Return the exponent a, and s = mean|x|^a per input channel, with the least ‖Q(W s)(x / s) − W x‖².
 
-    weight:    [out, in] float32
-    x:         [tokens, in] float32, a sample of the layer's inputs
+    weight:    [out, in] float32; not changed
+    x:         [tokens, in] float32, a sample of the layer's inputs; not changed
     rounded:   the function Q: quantises a matrix [out, in] and dequantises it again
     exponents: the values of a to try
     returns:   the best a, and its s [in]: max(mean|x|^a, 1e-4), raised to the power first
@@ -493,7 +494,7 @@ claim(
 def split_outliers(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Separate the int(share · numel) weights of the largest magnitude from the others.
 
-    weight:  [out, in] float32
+    weight:  [out, in] float32; not changed
     returns: dense and sparse, both [out, in], ordinary tensors (not torch.sparse): dense has 0 in the places of the
              outliers, sparse has 0 everywhere else
 
@@ -1144,7 +1145,7 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 # | claim | what holds | tested where |
 # |---|---|---|
 # | INT8 is 2× and INT4 4× smaller than 16 bits | 1.98× and 3.85× with scales and zero points, here; and the embedding stays | exercises 1 and 3 |
-# | "no quality loss" | INT8: a KL below 0.001, and most of twelve texts stay the same. INT4: more than fifty times the KL | exercises 1 and 3 |
+# | SqueezeLLM: "lossless compression to ultra-low precisions of up to 3-bit" | here, with codes of 4 bits, it has about the KL of INT4 in groups of 32, far above INT8's | bits against KL |
 # | a smaller model is a faster model | only with a kernel that reads codes; dequantising at every step moves *more* bytes | bytes, and time |
 # | AWQ, SqueezeLLM beat rounding to nearest | where there are outliers and wide rows; here AWQ removes less than a third of the KL, and SqueezeLLM has about the KL of groups of 32, for more bits | bits against KL |
 # | 0.5% sparse values are nearly free | 0.16 bits per weight and the row starts: 0.16 + 32/384 = 0.24 in all for rows of 384, less for longer ones | exercise 5 |

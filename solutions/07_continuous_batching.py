@@ -307,7 +307,7 @@ claim("The other requests of a step change no token.", same == len(requests))
 # Now all 32 requests arrive at once. The upper half of the picture shows this run. The lower half is *modelled*: static
 # batching of the same requests, counted from their lengths.
 
-# %% tags=["expected"] alt="Two timelines above each other: continuous batching packs the seats tightly, static batching leaves most of each batch empty while its longest request runs."
+# %% tags=["expected"] alt="Two timelines above each other: continuous batching fills all seats while requests wait, then ends in a long tail of few requests; static batching leaves most of each batch empty while its longest request runs."
 crowd = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=128, **WHOLE)
 with crowd.trace() as crowd_trace:
     crowd_requests = serve(crowd, prompts, params)
@@ -501,10 +501,10 @@ claim("The smaller the budget, the more steps the eighth waits.", waits == sorte
 # With a large budget the eighth request is served at once, and the text of all others stops for the length of a 600-token
 # forward. With a small budget the others continue in short steps, and the eighth waits for more of them. (Steps are not
 # seconds: a small step is shorter. All of them together compute the same 600 tokens of the prompt, and what the others
-# decode meanwhile; but each has a fixed cost. With a budget of 16 the eighth gets nine tokens a step, and all 16 once the
-# seven have ended, which is why it does not wait for ⌈600 / 9⌉ steps.) Your `share_budget` ensures that no decoding
-# request is left out. Servers that promise a **[time per output token](glossary.md#tpot)** choose the budget by it; those
-# that promise a **[time to first token](glossary.md#ttft)** make it large.
+# decode meanwhile; but each has a fixed cost. With a budget of 16 the eighth gets nine tokens a step, and one more each
+# time one of the seven has ended, which is why it waits for fewer than ⌈600 / 9⌉ = 67 steps.) Your `share_budget` ensures
+# that no decoding request is left out. Servers that promise a **[time per output token](glossary.md#tpot)** choose the
+# budget by it; those that promise a **[time to first token](glossary.md#ttft)** make it large.
 #
 # ### Preemption
 #

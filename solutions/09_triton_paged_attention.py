@@ -152,7 +152,8 @@ claim("Merged block by block (the last has 6 of 16 keys), attention is the same 
 # * The bounds of a loop may be values that the kernel has loaded: `range(0, length, BLOCK_SIZE)`.
 # * The product of queries and keys is written as a sum here: `tl.sum(q[:, None, :] * k[None, :, :], 2)` is
 #   `[PAD_GROUP, BLOCK_SIZE]`. There is also `tl.dot`, which can use **tensor cores**, the GPU's units for matrix products.
-#   With a group of 3 they have little to do, and a decode step waits for memory, not for arithmetic.
+#   With a group of 3 they have little to do, and a decode step waits for memory, not for arithmetic. The check
+#   has rows of 4 channels, too few for `tl.dot` on a GPU: Triton 3.9 wants at least 8 terms in a float32 sum.
 
 
 # %%
@@ -707,9 +708,10 @@ for tokens_in_prompt in (16, 512, 4096):
 # - *Many requests.* With 32 requests of similar length and 8 KV heads there are 256 programs already, and parts only add bytes.
 # - *Tensor cores.* `tl.sum` of products uses none. As long as few queries share a key, reading is the bottleneck and that
 #   does not matter. When several queries share each key (a group of 8, or drafts to verify), `tl.dot` on a tile of queries
-#   is better, and the engine's kernel does that. Triton (3.6 to 3.9) takes a `tl.dot` of any number of rows, 1 and 4
-#   included, and pads small ones itself. It compiles `tl.dot` to tensor-core instructions from sm_80 on; for sm_75 (a T4)
-#   it emits ordinary multiply-add instructions, although that GPU has tensor cores.
+#   is better, and the engine's kernel does that. Triton (3.6 to 3.9) takes a `tl.dot` of any number of rows and columns, 1
+#   and 4 included, and pads small ones itself; but its sums must have at least 16 terms in float16 or bfloat16. It compiles
+#   `tl.dot` to tensor-core instructions from sm_80 on; for sm_75 (a T4) it emits ordinary multiply-add instructions,
+#   although that GPU has tensor cores.
 #
 # ## Break it
 #

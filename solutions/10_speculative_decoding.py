@@ -198,8 +198,8 @@ claim(
 # Σ max(0, p − q) = Σ p − Σ min(p, q) = 1 − α. So the factor 1 − α cancels the division in the residual, and what remains is
 # min(p, q) + max(0, p − q) = p.
 #
-# The last line of the table is the mistake of your third prediction: what acceptance has already given to `for`, p gives a
-# second time.
+# The last line of the table is the mistake of your third prediction: acceptance alone gives `for` its whole 25%, and
+# drawing from p after a rejection adds 6 more.
 #
 # ### Exercise 3: a round
 #

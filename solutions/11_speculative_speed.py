@@ -756,13 +756,14 @@ claim(
 )
 
 # %% [markdown]
-# **Where speculation loses.** With eight requests a step has eight rows; with four drafts each it has forty, and this
-# processor has no arithmetic left to compute them for nothing. The price has changed, not the chance that a draft is
-# right. (The rows with one request ran two of these prompts, those with eight ran all eight, so their tokens per
-# forward may differ.) With eight requests and four drafts each the draft model gives three tokens per forward, and yet
-# the speed-up is less than half of that. **n-grams** give 1.3, too few to pay for their rows: over both texts they make
-# the run slower. Rows that are verified and rejected take time, whoever drafted them. That is why a server drafts when
-# it is quiet and stops when it is busy, and why a benchmark with one request says nothing about a server.
+# **Where speculation loses.** With eight requests a step has eight rows; with four drafts each it has forty. The
+# processor on which this lesson was recorded has no arithmetic left to compute them for nothing; yours may have. The
+# price has changed, not the chance that a draft is right. (The rows with one request ran two of these prompts, those
+# with eight ran all eight, so their tokens per forward may differ.) On that processor, with eight requests and four
+# drafts each, the draft model gives three tokens per forward, and yet hardly any speed-up, or none. **n-grams** give
+# 1.3, too few to pay for their rows: over both texts they make the run slower. Rows that are verified and rejected take
+# time, whoever drafted them. That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark
+# with one request says nothing about a server.
 #
 # **Adaptive drafting** drafts less where the prices are high, or where few drafts are accepted. Compare its rows with
 # those of four drafts. (The runs are short and the clock is noisy: differences of a tenth say little. A measured number
@@ -880,7 +881,7 @@ for name, tokens_per_step, faster in (
 # | speed-up = 1 + γ × acceptance | that is τ, and only if "acceptance" means accepted / drafted; the speed-up divides by γc + v | the literature's claims |
 # | linear in γ | with the same α at every position τ never exceeds 1 / (1 − α); with c > 0 the speed-up has a maximum, then falls below 1 | the same |
 # | 60–70% acceptance gives 2.0–2.8× | three numbers have that name: with γ = 5, c = 0.1 and free verification, 65% gives 1.76× if it is the conditional acceptance, 2.83× if it is accepted / drafted | the same |
-# | speculative decoding makes a server faster | with one request it does, where drafts are accepted; with eight together the draft model gained less (its speed-up was less than half of its tokens per forward), and n-grams made it slower | Measure |
+# | speculative decoding makes a server faster | with one request it does, where drafts are accepted; with eight together, where this lesson was recorded, the draft model gained little or nothing, and n-grams made it slower | Measure |
 #
 # **Papers.** Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*. Chen et al. 2023,
 # *Accelerating Large Language Model Decoding with Speculative Sampling*. Miao et al. 2024, *SpecInfer*. Chen et al.

@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 12. Speculation over long contexts
 #
-# **Question.** *With a long context, a step reads more cache than weights. Can a model draft for itself from a small part
-# of its own cache?*
+# **Question.** *With many requests and long contexts, a step reads more cache than weights. Can a model draft for itself
+# from a small part of its own cache?*
 #
 # [Speculative decoding](glossary.md#speculative-decoding) needs a cheap [drafter](glossary.md#drafter). Lesson 11 made
 # it cheap by making the *model* small. But with a long context and many requests, the weights are no longer what a
@@ -717,7 +717,7 @@ claim(
 )
 
 # %% [markdown]
-# This turns lesson 11's rule upside down: *there*, a larger batch took away part of what drafts gain. With long
+# This turns lesson 11's rule upside down: *there*, a larger batch took away most or all of what drafts gain. With long
 # contexts they gain more, because what the drafter does not read grows with the batch. It also shows the limit: with
 # several requests, a line ends where weights and cache fill the memory. Several GPUs that share weights and cache go
 # further.
@@ -800,13 +800,13 @@ claim(
 # Promise and clock need not agree. The formula knows only the three forwards, each timed alone. The engine's runs also pay for
 # Python, once per step, and with drafts there are fewer steps. And other work on the machine may slow any of these times.
 #
-# The speed-up is far below the tokens per forward. The acceptance is high, but so are the prices: a round takes γc + v
-# plain steps. v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows
-# cost much more than one. And c is high, because a draft step reads all the weights, and at this context they are more
-# bytes than the cache. Where c is below what the bytes say, there are two reasons. All drafts of a round are one call
-# of the compiled step, so even a draft step over the whole cache may be cheaper than a plain step. And attention also
-# computes, so a cached token may cost more time than its bytes; the table of steps at the beginning shows whether it
-# does here. Compare the two prices of a draft step: their difference is what the view saves.
+# Where this lesson was recorded, the speed-up is far below the tokens per forward. The acceptance is high, but so are
+# the prices: a round takes γc + v plain steps. v depends on how much of the processor's arithmetic is idle in a plain
+# step: where little is, four rows cost much more than one. And c is high, because a draft step reads all the weights,
+# and at this context they are more bytes than the cache. Where c is below what the bytes say, there are two reasons. All
+# drafts of a round are one call of the compiled step, so even a draft step over the whole cache may be cheaper than a
+# plain step. And attention also computes, so a cached token may cost more time than its bytes; the table of steps at the
+# beginning shows whether it does here. Compare the two prices of a draft step: their difference is what the view saves.
 #
 # ## Break it
 #
@@ -893,7 +893,7 @@ claim(
 # 3. A window is enough for most tokens; SnapKV finds what the prompt's last queries needed, unless too many others are
 #    summed with them.
 # 4. Two levels of four bits: the drafter reads one, the target both. Its reference is the 8-bit cache.
-# 5. A drafter can save only what it does not read. By the model, there is little to gain where weights
-#    outweigh the cache.
+# 5. A drafter can save only what it does not read. By the model, there is little to gain where the weights are several
+#    times the cache.
 #
 # **Next:** in lesson 13 the compressed cache is the only one: what may be lost, and what does that save?

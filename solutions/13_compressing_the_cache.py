@@ -683,6 +683,9 @@ claim(
     of_model=True,
 )
 
+# %% [markdown]
+# In the chart the dashed line, the Pareto front, joins those that no other beats in both bytes and KL.
+
 # %% tags=["expected", "nbval-ignore-output"] alt="Points for each technique: bytes of the prompt as a share of float16, against the mean KL divergence to the plain cache, logarithmic. A dashed line joins those that no other beats in both."
 zoo_chart(outcome)
 

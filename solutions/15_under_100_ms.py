@@ -223,7 +223,7 @@ in_layers = sum(p.numel() for layer in model.layers for p in layer.parameters() 
 in_head = model.lm_head.weight.numel()
 BYTES = {  # bytes per weight: in the layers, and in the LM head
     "float32 (plain PyTorch)": (4, 4),
-    "16 bits, as in the checkpoint": (2, 2),
+    "16 bits, as in most checkpoints": (2, 2),
     "W8A8": (1, 1),
 }
 weight_bytes = {kind: a * in_layers + b * in_head for kind, (a, b) in BYTES.items()}
@@ -255,7 +255,7 @@ print(
 from minillm.doctor.machine_limits import copy_bandwidth
 
 my_step = use("l15.step_seconds")
-weights_size = weight_bytes["16 bits, as in the checkpoint"]
+weights_size = weight_bytes["16 bits, as in most checkpoints"]
 bandwidth = max(copy_bandwidth("cpu", repeats=5, num_bytes=size).high for size in (2**26, weights_size))
 square = torch.randn(1024, 1024)
 rate = 2 * 1024**3 / seconds_of(lambda: square @ square, 1, 5)
@@ -330,7 +330,9 @@ claim(
     seconds["int8"]["target"] > seconds["plain"]["target"],
     measured=True,
 )
-LatencyWaterfall("Step 2: a quarter of the bytes, in plain PyTorch", [Latency("plain PyTorch", seconds["plain"]), int8_row])
+LatencyWaterfall(
+    "Step 2: a quarter of the bytes, in plain PyTorch", [Latency("plain PyTorch", seconds["plain"]), int8_row]
+)
 
 # %%
 print(f"operations in one step: {called.total()} in float32, {called_int8.total()} with INT8 weights")
@@ -519,7 +521,8 @@ if executor is not None:
         "A compiled step calls fewer than a tenth of the PyTorch operations of a plain one.",
         10 * inside < called.total(),
     )
-    print(f"weights read: {read / 1e6:.1f} million bytes, in {packed.weights.dtype} with the bits of 16-bit floats")
+    floats = " with the bits of 16-bit floats" if packed.weights.dtype.itemsize == 2 else ""
+    print(f"weights read: {read / 1e6:.1f} million bytes, in {packed.weights.dtype}{floats}")
 claim(f"The compiled step generates the same {NEW_TOKENS} tokens as plain PyTorch.", tokens == expected)
 
 # %% [markdown]
@@ -825,7 +828,7 @@ LatencyWaterfall("24 tokens after 200, one core: every step", rows)
 from minillm.doctor.machine_limits import memory_bandwidth
 
 kinds = {
-    "compiled step": ("16 bits, as in the checkpoint", rates["float32"]),
+    "compiled step": ("16 bits, as in most checkpoints", rates["float32"]),
     "W8A8": ("W8A8", rates["W8A8"]),
 }
 print("                 floor: prompt + 23 tokens      measured: prompt + target      the rest    floor / measured")

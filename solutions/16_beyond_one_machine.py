@@ -229,7 +229,10 @@ for size in range(1, 9):
     copies[size] = sum(len(kv_heads) for _, kv_heads in found) / config.num_kv_heads
     ranks, heads = f"{size} rank{'s' * (size > 1)}", len(found[0][0])
     print(f"{ranks}: {heads} query head{'s' * (heads > 1)} each, every KV head is on {copies[size]:g} of them")
-claim("These are the sizes that the engine accepts.", list(copies) == [n for n in possible_sizes(config) if n < 9])
+claim(
+    "These are the sizes that the engine accepts, if they also divide the MLP's inner channels.",
+    [n for n in copies if config.intermediate_size % n == 0] == [n for n in possible_sizes(config) if n < 9],
+)
 claim(
     "As long as there are KV heads for all ranks, the cache is split and not copied.",
     all(copies[size] == 1 for size in copies if size <= config.num_kv_heads),

@@ -442,8 +442,8 @@ claim(
 )
 
 # %% [markdown]
-# Why? A low-rank approximation pays if the singular values fall fast. Those of trained weights fall slowly: all
-# directions are used. What BLAST can still gain are differences between blocks. The papers **train** a layer in its new
+# Why? A low-rank approximation pays if the singular values fall fast. Those of this matrix fall slowly: all directions
+# are used. What BLAST can still gain are differences between blocks. The papers **train** a layer in its new
 # form, or train it on afterwards. According to the papers it is the training that closes the gap. Without it, none of
 # these fits is near a matrix of this model. What that does to the model is measured below, for the SVD. (They minimise
 # the error of the *matrix*. Methods that weight it by the inputs a layer really sees, such as ASVD and SVD-LLM, lose less
@@ -842,7 +842,7 @@ quoted("SparseTransX: less training time and memory for embeddings of knowledge 
 # 1. A log-sum-exp merges from tiles: no matrix of similarities or logits need exist, in a loss as in attention.
 # 2. Recompute a chunk, and add the gradients that later chunks computed for its keys and values: equal gradients,
 #    activations of one chunk.
-# 3. Trained matrices use all directions. A low-rank form, in blocks or not, loses much; four bits lose little.
+# 3. This model's matrices use all directions. A low-rank form, in blocks or not, loses much; four bits lose little.
 # 4. Weights by frequency move the error to where it is not read. Whether that pays depends on how much of the model the
 #    table is.
 # 5. Ask of every idea: is there such a step in *my* system, what share of the bytes or the time is it, and what is the best

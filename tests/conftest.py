@@ -29,6 +29,7 @@ COLLECT_AFTER = 10_000
 tests say about garbage, they say after a collection of their own, or without any."""
 SLOW_S = 60
 LONGEST_FILES = (
+    "engine/test_same_tokens.py",  # before the next one: other workers then find what minicoder needs already compiled
     "runtime/test_cpu_executor.py",
     "teaching/grading/test_grading.py",
     "teaching/test_exercises.py",

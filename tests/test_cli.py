@@ -102,8 +102,18 @@ def test_interrupt_exits_with_130_and_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "minillm: interrupted\n"
 
 
+PRINTS_JSON = """
+import sys
+from minillm import cli
+from minillm.doctor import doctor, report
+doctor.doctor = lambda measure: report.Report(())
+sys.exit(cli.main(["doctor", "--json"]))
+"""
+
+
 def test_reader_that_has_seen_enough_is_no_error():
-    process = started("doctor", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [sys.executable, "-c", PRINTS_JSON]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 0

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from minillm.bench.speculation import FIRST_ACCEPTED, NEXT_ACCEPTED
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -225,6 +227,18 @@ def test_transformers_without_cuda_graphs_is_not_called_compiled_alone(
     assert "(fp32 compiled;" in " ".join(page.gpu_words().split()) and without not in page.gpu_tables()
 
 
+def test_int8_weights_of_the_layers_alone_are_called_so(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = importlib.import_module("gpu_page")
+    real: Callable[[str], dict[str, Any]] = page.load
+    for notes, is_said in (({}, True), ({"int8": "weights of the layers and the unembedding"}, False)):
+        run = copy.deepcopy(real(page.LATEST))
+        [stage] = [stage for stage in run["stages"] if stage["name"] == "decode"]
+        stage["notes"] |= notes
+        monkeypatch.setattr(page, "load", lambda file, run=run: run if file == page.LATEST else real(file))
+        for text in (page.gpu_tables(), page.gpu_words()):
+            assert bool(re.search(r"the unembedding (stays )?in 16 bits", " ".join(text.split()))) is is_said
+
+
 def test_each_processor_and_kind_of_weights_has_a_line(figures: ModuleType) -> None:
     result = figures.load("processors")
     lines = figures.processors_table().splitlines()
@@ -264,6 +278,14 @@ def test_plain_decoding_that_was_measured_twice_tells_the_noise_and_is_no_method
     text = page.speculation(lambda file, result: "")
     assert "is below 0.97× in 2 of 4 lines, 1 of them with their whole interval, its slowest one at 0.50×." in text
     assert "plain, again" not in text and "9.00" not in text
+
+
+def test_drafts_of_random_weights_are_accepted_at_about_the_rates_of_the_bundled_pair(results: ModuleType) -> None:
+    page = importlib.import_module("speculation_page")
+    rows, _ = page._lines(results.load("speculation"))
+    measured = [float(share.strip("%")) for share in page._accepted(rows, "draft_model").split(", ")]
+    given = [100 * FIRST_ACCEPTED, *[100 * NEXT_ACCEPTED] * 3]
+    assert measured == pytest.approx(given, abs=3)
 
 
 def test_lines_without_a_modelled_value_are_counted(results: ModuleType, figures: ModuleType) -> None:

@@ -1,10 +1,11 @@
 """The quality of every quantised cache and weight format: perplexity, bits per byte, KL divergence, top-1 agreement.
 
-Held-out evaluation texts are concatenated to rows of nearly the model's context. They are fed with the true token at
-every position (teacher forcing), in chunks, through the engine's runner, so later chunks read what the cache actually
-stores. All systems see the same tokens at the same positions and differ only in the storage format. Bytes are those of
-a model in float16, including residuals and windows. The arithmetic is float32, so that the reference has no rounding
-errors of 16 bits.
+Held-out evaluation texts are concatenated to rows of at most `context` tokens: the model's context, or 1,024 if less.
+They are fed with the true token at every position (teacher forcing), in chunks, through the engine's runner, so later
+chunks read what the cache actually stores. All systems see the same tokens at the same positions and differ only in the
+storage format. Bytes are those of a model in float16, including residuals and windows, which take more per token in a
+short request; for a cache they are those of `context` tokens. The arithmetic is float32, so that the reference has no
+rounding errors of 16 bits.
 
 How to read it. KL is the distance of a system from the reference. Perplexity is how well it predicts, which noise can
 improve by chance. The texts are short, 248 tokens at most, so distant tokens belong to another text. Layouts that evict
@@ -84,7 +85,8 @@ class QualityRow:
     ratio: float | None = None
     """Compression ratio: float16 bytes divided by the system's bytes."""
     num_bytes: float | None = None
-    """For a cache: bytes per token at full context. For weights: bytes of all linears inside the layers."""
+    """For a cache: bytes per token of a request of `context` tokens. For weights: bytes of all linears inside the
+    layers."""
     outputs_equal: bool | None = None
     """Whether the argmax equals that of the reference at every scored token."""
     quality: Quality | None = None
@@ -98,7 +100,8 @@ def run(model: str = "minicoder") -> dict[str, Any]:
     folder = resolve(model)
     shape, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
     encoded = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()]
-    texts = join(encoded, context_of(model), shape.eos_token_ids[:1], tokenizer)
+    context = context_of(model)
+    texts = join(encoded, context, shape.eos_token_ids[:1], tokenizer)
     builder, todo = Builder(model, len(texts.rows)), systems()
     reference = logprobs(builder.build(todo[0]).runner, texts)
     rows = [measure(system, builder, texts, reference) for system in tqdm(todo, desc="measuring", unit=" systems")]
@@ -109,8 +112,9 @@ def run(model: str = "minicoder") -> dict[str, Any]:
         "scored_tokens": len(texts.targets),
         "scored_bytes": texts.num_bytes,
         "chunk": CHUNK,
-        "context": context_of(model),
-        "bytes": "of a model in float16; caches per token at full context, weights of the linears inside the layers",
+        "context": context,
+        "bytes": f"of a model in float16; caches per token of a request of {context} tokens, weights of the linears "
+        "inside the layers",
         "dtype": "float32",
         "device": "cpu",
         "threads": torch.get_num_threads(),

@@ -87,8 +87,8 @@ class Built:
 
     runner: ModelRunner
     num_bytes: float
-    """For a cache: bytes of keys and values per token, at full context, in a model that runs in float16. For weights:
-    bytes of all linears inside the layers."""
+    """For a cache: bytes of keys and values per token of a request of `context_of` tokens, in a model that runs in
+    float16. For weights: bytes of all linears inside the layers."""
     float16_bytes: float
     """The same in float16."""
 
@@ -147,7 +147,7 @@ class Builder:
         return Built(llm.engine.runner, sum(linear_bytes(model).values()), 2 * num_weights(model))
 
     def _llm(self, whole_sequences: bool, options: Mapping[str, Any]) -> LLM:
-        """An engine with enough blocks for all rows at full context."""
+        """An engine with enough blocks for all rows, each as long as `context_of` allows."""
         context = context_of(self.model)
         blocks_of_a_row = 1 if whole_sequences else -(-context // DEFAULT_BLOCK_SIZE)
         return LLM(

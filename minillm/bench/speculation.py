@@ -16,11 +16,12 @@ from the prefix cache, and steps with the rest of a prompt do not count. Per row
 
 Plain decoding has two engines, which take turns: each method runs between one and the other, because equal engines are
 not equally fast, and the speed of a single one would count against all methods. It also runs once in each round in the
-place of a method: how far the ratio of this row is from 1 is noise. Each run begins with a few tokens that do not
-count, so that no engine finds more of its weights in the processor's caches than another.
+place of a method: how far the ratio of this row is from 1 is noise. The first run of each engine is a warm-up, of which
+nothing counts. Each later run begins with a few tokens that do not count, so that no engine finds more of its weights
+in the processor's caches than another.
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
-drafts of all runs, without the shortest and longest twentieth of them. A shape with random weights has a draft of
-random weights, too, and drafts are accepted at given rates.
+drafts of all runs that count, without the shortest and longest twentieth of them. A shape with random weights has a
+draft of random weights, too, and drafts are accepted at given rates.
 """
 
 from __future__ import annotations
@@ -85,16 +86,17 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """The options of each method; a `model` of None is the draft model, in W8A8: that is faster, and drafts need not be
 exact. `TRAINED` ones run where there are weights."""
-SYNTHETIC = {
-    "synthetic": {
-        "method": "draft_model",
-        "model": None,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_length": 2.8,
-    }
-}
-"""For checkpoints with random weights, whose text says nothing about acceptance: drafts accepted at about the rate of
-the bundled pair. Its tokens are not those of plain decoding."""
+FIRST_ACCEPTED, NEXT_ACCEPTED = 0.74, 0.78
+"""The shares of first drafts, and of later ones whose predecessors were all accepted, that the bundled pair accepts:
+means over the kinds of text for `draft_model`, w8a8, one request, in `benchmarks/speculation.json`."""
+
+
+def synthetic(drafts: int) -> dict[str, dict[str, Any]]:
+    """The method for checkpoints with random weights, whose text says nothing about acceptance: drafts are accepted at
+    about the rates of the bundled pair. Its tokens are not those of plain decoding."""
+    rates = [FIRST_ACCEPTED * NEXT_ACCEPTED**i for i in range(drafts)]
+    options = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return {"synthetic": {"method": "draft_model", "model": None, **options}}
 
 
 def run(
@@ -127,7 +129,7 @@ def run(
     if new_tokens < 2:
         raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the first comes with the prompt")
     given = slice_prompts()
-    known = METHODS if shape is None else SYNTHETIC
+    known = METHODS if shape is None else synthetic(drafts)
     chosen = {name: known[name] for name in _choose("method", list(known), methods)}
     kinds, names = _choose("weights", list(WEIGHTS), weights), _choose("slice", list(given), slices)
     check_prompts(prompts, [given[name] for name in names])
@@ -294,6 +296,7 @@ class SliceRun:
         self.groups = [requests[i : i + size] for i in range(0, count, size)]
         """Requests that are given to the engine together."""
         self.counts: dict[str, Counts] = {}
+        """By system: the counts of its runs without the warm-up."""
         self.latest: dict[str, list[Counted]] = {}
         """By system: what counts of its latest run, by group."""
         self.runs: Counter[str] = Counter()
@@ -317,8 +320,9 @@ class SliceRun:
 
     def _generate(self, name: str) -> list[list[int]]:
         llm, outputs = self.engines[next(self.plain[name]) if name in self.plain else name], []
-        counts, self.latest[name] = self.counts.setdefault(name, Counts(self.batch)), []
+        counts, self.latest[name] = Counts(self.batch), []
         if self.runs[name] > 0:  # the first run is a warm-up itself
+            counts = self.counts.setdefault(name, counts)
             llm.generate(self.groups[0][: self.batch], self.warm_up, use_tqdm=False)
         self.runs[name] += 1
         for group in self.groups:

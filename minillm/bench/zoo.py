@@ -36,6 +36,7 @@ from minillm.bench.zoo_cache import (
     build,
     calibrated,
     continuation,
+    float16_bytes,
     plain_bytes,
     read_prompt,
     share_read,
@@ -194,7 +195,8 @@ def measure(options: dict[str, Any], material: Material, plain: ModelRunner | No
             read_prompt(plain, row, prompt_len)
             beside = continuation(plain, row, prompt_len)
             speeds.append(statistics.median(beside.seconds) / statistics.median(behind.seconds))
-        held.append(runner.cache.num_bytes / 2)  # of a float32 cache
+        if isinstance(runner.cache, AnchorsKVCache):
+            held.append(float16_bytes(runner.cache))
     share = None
     if isinstance(runner.cache, SqueezedKVCache):
         share = share_read(runner, prompt_len)

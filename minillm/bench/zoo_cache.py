@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minillm.batch import Batch, Segment
 from minillm.bench.zoo_systems import Options
+from minillm.cache.anchors import AnchorsKVCache
 from minillm.cache.layouts import find_layout
 from minillm.cache.paged import PagedKVCache
 from minillm.config import CacheConfig
@@ -114,6 +115,12 @@ def stored_bytes(options: Mapping[str, Any], model: Decoder, prompt_len: int) ->
         q, k, v = (torch.randn(prompt_len, n, shape.head_dim, generator=generator).half() for n in heads)
         cache.attend(layer, q, k, v, batch)
     return cache.num_bytes, cache.model_bytes
+
+
+def float16_bytes(cache: AnchorsKVCache) -> int:
+    """Bytes that a float32 cache would hold in float16, in which only keys and values are smaller."""
+    rows = [part for request in cache.requests.values() for part in (*request.keys, *request.values)]
+    return cache.num_bytes - sum(part.nbytes for part in rows) // 2
 
 
 def plain_bytes(model: Decoder, prompt_len: int) -> int:

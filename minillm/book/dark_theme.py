@@ -57,9 +57,10 @@ def _rules() -> Iterable[str]:
     bright = ", ".join(_fill(colour) for colour in (*OWNERS, *LEVELS) if ink_on(colour) == INK)
     centred = f'text{_fill(INK)}[text-anchor="middle"]'
     yield f"{PICTURE} :is({bright}):not([fill-opacity]) + {centred} {{ fill: {INK}; }}"
-    # Numbers on the lanes of the timeline get a dark edge.
+    # Numbers on the lanes of the timeline, and letters on the stripes of the waterfall, get a dark edge.
     lanes = f'{DARK} svg[data-testid="timeline"] tspan{_fill(INK)}'
-    yield f"{lanes} {{ stroke: {DARK_PAPER}; stroke-width: 3px; paint-order: stroke; }}"
+    stripes = f'{DARK} svg[data-testid="waterfall"] [fill^="url("] + {centred}'
+    yield f"{lanes}, {stripes} {{ stroke: {DARK_PAPER}; stroke-width: 3px; paint-order: stroke; }}"
 
 
 def _fill(colour: str) -> str:

@@ -20,7 +20,7 @@ change nothing. With a window as long as the context the output is that of the p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,11 +69,6 @@ class _Step:
     """Indices of the stored rows that stay."""
     hidden: Tensor
     """`[new tokens, rows]`: True where a row is masked."""
-
-
-@dataclass
-class _Steps:
-    requests: list[_Step] = field(default_factory=list)
 
 
 class AnchorsKVCache(SequenceKVCache):
@@ -137,22 +132,22 @@ class AnchorsKVCache(SequenceKVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`. Raises `MinillmError` if a request rolls back more tokens than `spare`."""
         out = torch.empty_like(q)
-        for step in batch.once_per_step(_Steps, lambda: self._plan(batch), self).requests:
+        for step in batch.once_per_step(_Step, lambda: self._plan(batch), self):
             rows, new = step.request, step.tokens
             rows.keys[layer] = torch.cat((rows.keys[layer][step.kept], k[new]))
             rows.values[layer] = torch.cat((rows.values[layer][step.kept], v[new]))
             out[new] = dense_attention(q[new], rows.keys[layer], rows.values[layer], step.hidden)
         return out
 
-    def _plan(self, batch: Batch) -> _Steps:
-        steps = _Steps()
+    def _plan(self, batch: Batch) -> list[_Step]:
+        steps: list[_Step] = []
         is_anchor = torch.isin(batch.token_ids, self.anchor_ids)
         for r, block_id in enumerate(batch.block_tables[:, 0].tolist()):
             end, new = batch.seq_lens[r], slice(*batch.query_start[r : r + 2])
             past = end - batch.query_lens[r]
             if not past:
                 self.requests[block_id] = self._new_request()
-            steps.requests.append(self._step(self.requests[block_id], past, end, new, is_anchor[new]))
+            steps.append(self._step(self.requests[block_id], past, end, new, is_anchor[new]))
         return steps
 
     def _step(self, rows: AnchoredRows, past: int, end: int, new: slice, anchors: Tensor) -> _Step:

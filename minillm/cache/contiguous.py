@@ -51,20 +51,15 @@ rows, the minimum of 150 runs each. For 1024 tokens, r* = 17. minicoder-draft (a
 attention only reads it, so r should be larger."""
 
 
-def best_rows(
-    num_tokens: int,
-    copy_cost: float = COPY_COST,
-    padding_cost: float = PADDING_COST,
-    allocation_cost: float = ALLOCATION_COST,
-) -> int:
+def best_rows(num_tokens: int) -> int:
     """The r of `growth="every"` with the least total cost for a request of N = `num_tokens` tokens, by BMC's model.
 
     Total = N²/(2r) · c_copy + N·r/2 · c_gemv + N/r · c_a, so r* = √((N · c_copy + 2 c_a) / c_gemv): it grows as √N.
-    c_copy is the time to copy a row, c_gemv to attend to a row of padding, c_a to allocate; all in the same unit.
+    c_copy is the time to copy a row, c_gemv to attend to a row of padding, c_a to allocate.
     The result is at least `MIN_ROWS_PER_GROWTH` (BMC's condition r ≥ γ + 1) and at most `num_tokens`. The costs are
     constants, not timed here, so that the same options always give the same cache.
     """
-    best = math.sqrt((num_tokens * copy_cost + 2 * allocation_cost) / padding_cost)
+    best = math.sqrt((num_tokens * COPY_COST + 2 * ALLOCATION_COST) / PADDING_COST)
     return min(max(MIN_ROWS_PER_GROWTH, round(best)), num_tokens)
 
 

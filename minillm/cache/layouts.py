@@ -30,7 +30,6 @@ LAYOUTS: dict[tuple[str, str], type[KVCache]] = {
     ("lorc", "auto"): LorcKVCache,
     ("commvq", "auto"): CommVQKVCache,
     ("kivi", "auto"): KiviKVCache,
-    ("kivi", "int4"): KiviKVCache,
     ("contiguous", "auto"): ContiguousKVCache,
     ("window", "auto"): WindowKVCache,
     ("sinks", "auto"): SinksKVCache,

@@ -97,8 +97,8 @@ class Engine:
         if needed > self.pool.num_blocks:
             raise RequestTooLargeError(
                 f"request {request.request_id} needs {needed} blocks for {request.num_prompt_tokens} prompt tokens and "
-                f"{request.max_tokens} new ones, the pool has {self.pool.num_blocks}; raise num_kv_blocks or "
-                "lower max_tokens"
+                f"{request.max_tokens} new ones, the pool has {self.pool.num_blocks}; lower max_tokens, or "
+                "raise num_kv_blocks or kv_cache_memory_bytes"
             )
 
     def add_request(self, request: Request) -> None:
@@ -373,9 +373,14 @@ def _work(item: Scheduled) -> Work:
 
 
 def _tell_duration(policy: DraftPolicy, scheduled: Sequence[Scheduled], seconds: float) -> None:
-    """Tell the policy how long a step took, unless the drafter was asked and had no draft."""
+    """Tell the policy how long a step took, unless the drafter was asked, had no draft, and that does not count."""
     drafts = {item.request: len(item.draft.token_ids) for item in scheduled if item.draft.token_ids}
-    if drafts or not any(item.num_drafts for item in scheduled):
+    asked = [item for item in scheduled if item.num_drafts]
+    for item in asked:
+        if item.request not in drafts and policy.counts_without_draft(item.request):
+            policy.judged(item.request, item.num_drafts, 0, 0)
+            drafts[item.request] = 0
+    if drafts or not asked:
         num_context = sum(item.start for item in scheduled)
         policy.step_finished(drafts, sum(item.num_rows for item in scheduled), num_context, seconds)
 

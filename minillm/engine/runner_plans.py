@@ -18,6 +18,7 @@ from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
 from minillm.models.calibration import CalibrationTexts
 from minillm.models.decoder import Decoder
 from minillm.models.loading import cast_model
+from minillm.ops.dispatch import triton_runs
 from minillm.runtime.runner import ModelRunner
 
 
@@ -91,16 +92,21 @@ class RunnerPlans:
 
     def use_executors(self, max_num_seqs: int, max_model_len: int) -> None:
         """Give each model whose caches are all supported an executor. On a CPU the weights of a model move into its
-        executor, so one unsupported cache keeps all runners of that model in PyTorch."""
+        executor, so one unsupported cache keeps all runners of that model in PyTorch.
+
+        Warns where PyTorch stays, unless the user chose a layout, a model class or an op that only PyTorch runs; on a
+        CPU also not for quantised weights that only PyTorch runs, nor for what `minillm doctor` finds missing."""
         for model in {runner.model: None for runner in self.all_runners}:
             runners = [runner for runner in self.all_runners if runner.model is model]
             reason = next(filter(None, (runner.unsupported_reason() for runner in runners)), None)
+            # Where kernels run, what they do not support is the model or the cache.
+            is_chosen = reason is not None and triton_runs(self.placement.device)
             if reason is None:
                 reasons = [runner.use_executor(max_num_seqs, max_model_len) for runner in runners]
                 reason = next(filter(None, reasons), None)
             if reason is None:
                 continue
-            if self.placement.device.type == "cuda":
+            if self.placement.device.type == "cuda" and not is_chosen:
                 warn_of_fallback("GPU", reason, "run `minillm doctor` for details")
             elif reason == runners[0].unsupported_sizes():
                 warn_of_fallback("CPU", reason, "choose another dtype or model")
@@ -111,7 +117,7 @@ def memory_for(num_blocks: int, needed: int, device: torch.device) -> Iterator[N
     """Allocate caches of `needed` bytes on `device`, or as many in each rank of a tensor-parallel engine. Raises
     `ConfigError` if the system does not give them: a limit of a process is not in the free memory."""
     need = f"{num_blocks} cache blocks need {needed / 2**20:,.0f} MiB"
-    fix = "lower num_kv_blocks or max_model_len"
+    fix = "lower num_kv_blocks, kv_cache_memory_bytes or max_model_len"
     if device.type == "cuda":
         free, _ = hardware.gpu_memory(device)
         no_memory = ConfigError(f"{need}, and {device} has {free / 2**20:,.0f} MiB free; {fix}")
@@ -132,8 +138,7 @@ def memory_for(num_blocks: int, needed: int, device: torch.device) -> Iterator[N
 
 
 def warn_of_fallback(processor: str, reason: str, fix: str) -> None:
-    """Warn that plain PyTorch runs a model, and why. On a CPU not for layouts and weights that nothing else runs, which
-    were chosen, nor for what the doctor finds missing on this machine."""
+    """Warn that plain PyTorch runs a model, and why."""
     warnings.warn(
         f"the {processor} runs plain PyTorch, which is correct but slower: {reason}; {fix}, or pass enforce_eager=True "
         "to choose it without this warning",

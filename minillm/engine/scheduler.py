@@ -119,7 +119,7 @@ class Scheduler:
         """With more requests than this, running and waiting, none gets drafts; None: no limit."""
         self.asked_policy = False
         """Whether this step asked the draft policy; only such a step's duration is reported to it."""
-        self.steps_since_plan = 0
+        self._steps_since_plan = 0
         """Steps since the draft policy was asked, because its plan, to draft nothing, holds."""
         self._steps_to_plan = 0
         """How many more steps the plan holds for."""
@@ -236,7 +236,7 @@ class Scheduler:
             return {}
         if self._steps_to_plan:
             self._steps_to_plan -= 1
-            self.steps_since_plan += 1
+            self._steps_since_plan += 1
             return {}
         decoding = [request for request in self.running if request.is_decoding]
         if not decoding:
@@ -266,10 +266,10 @@ class Scheduler:
 
     def _end_plan(self) -> None:
         """Let the next step be planned, and tell the policy how many steps its plan has held for."""
-        self._steps_to_plan, held = 0, self.steps_since_plan
+        self._steps_to_plan, held = 0, self._steps_since_plan
         if held and self.draft_policy is not None:
             self.draft_policy.plan_held(held)
-        self.steps_since_plan = 0
+        self._steps_since_plan = 0
 
     def _drafts_that_fit(self, item: Scheduled) -> int:
         """The number of wanted drafts that fit into blocks that are free without preemption."""

@@ -268,10 +268,10 @@ def _uninitialised_model(config: ModelConfig, parameters: UninitialisedParameter
     return model.to(parameters.device)
 
 
-def _replace_linears(model: Decoder, scheme: Scheme | None) -> None:
+def _replace_linears(model: Decoder, scheme: Scheme) -> None:
     """Replace and free the linears that are not quantised yet; their quantised replacements are not filled."""
     for name, linear in list(decoder_linears(model)):
-        if scheme is not None and not isinstance(linear, QuantizedLinear):
+        if not isinstance(linear, QuantizedLinear):
             with UninitialisedParameters(linear.weight.device):
                 model.set_submodule(name, empty_like(linear, scheme))
 

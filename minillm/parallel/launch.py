@@ -92,13 +92,11 @@ def start_ranks(
 ) -> Ranks:
     """Start the other ranks, or find out which one this is.
 
-    Raises what `check_options` and `check_split` raise, `ConfigError` for an option of the layout, and if torchrun has
-    started other ranks than `args` asks for, or none.
+    Raises what `check_options` and `check_split` raise, and `ConfigError` if torchrun has started other ranks than
+    `args` asks for, or none.
     """
     check_options(args, cache, layout, device)
-    config = load_config(folder)
-    check_split(config, args.tensor_parallel_size)
-    layout.bytes_per_block(config, args.block_size, dtype, **cache.options)
+    check_split(load_config(folder), args.tensor_parallel_size)
     if has_launched_ranks(args):
         return LaunchedRank(args, folder, dtype, device)
     return LeadingRank(args, CacheConfig(dtype=LAYOUTS[layout], options=cache.options), folder, dtype, device)

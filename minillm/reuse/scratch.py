@@ -73,7 +73,8 @@ class Scratch:
             if taken is None:
                 raise RequestTooLargeError(
                     f"{self.num_tokens} tokens need {needed} blocks, and {self.pool.num_free} of the pool's "
-                    f"{self.pool.num_blocks} are free; raise num_kv_blocks, or wait for running requests to end"
+                    f"{self.pool.num_blocks} are free; wait for running requests to end, or raise num_kv_blocks "
+                    "or kv_cache_memory_bytes"
                 )
             self.blocks = taken
         except BaseException as problem:
@@ -135,13 +136,11 @@ class Scratch:
             count += size
         return count
 
-    def publish(self, token_ids: Sequence[int], salt: str) -> int:
-        """Let requests with this salt find the full blocks of these tokens, which are all stored. Returns how many
-        tokens they will find; for the others, less than a block, they run the model."""
+    def publish(self, token_ids: Sequence[int], salt: str) -> None:
+        """Let requests with this salt find the full blocks of these tokens, which are all stored."""
         hashes = extend_block_hashes([], token_ids, self.pool.block_size, salt)
         for block, block_hash in zip(self.blocks, hashes, strict=False):
             self.pool.register(block, block_hash)  # no effect if such a block is there: requests may be reading it
-        return len(hashes) * self.pool.block_size
 
     def _slots(self, start: int, end: int) -> Tensor:
         size = self.pool.block_size

@@ -78,6 +78,13 @@ class QueryRecorder:
         return self.cache.attend(layer, q, k, v, batch)
 
 
+def check_finite(logits: Tensor) -> None:
+    """Raise `NonFiniteLogitsError` if some logits of a draft are NaN or infinite: their argmax is a token of no
+    meaning."""
+    if not logits.isfinite().all():
+        raise NonFiniteLogitsError(BROKEN_DRAFTS)
+
+
 class ModelRunner:
     """A model and the cache it writes to."""
 
@@ -199,8 +206,7 @@ class ModelRunner:
             if not active:
                 break
             logits = self.run([steps[i] for i in active])
-            if not logits.isfinite().all():
-                raise NonFiniteLogitsError(BROKEN_DRAFTS)
+            check_finite(logits)
             found = logits.argmax(-1)
             likely = [1.0] * len(active)
             if min_survival:

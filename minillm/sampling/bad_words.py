@@ -17,12 +17,13 @@ MAX_BAD_WORDS = 128
 
 
 def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word, and of each behind a space if those are as many and begin with another token.
+    """The token ids of each different word, and of each behind a space if those are as many and begin with another
+    token.
 
     Raises `ConfigError` for a word without tokens, or for more than `MAX_BAD_WORDS` results.
     """
     found: list[tuple[int, ...]] = []
-    for word in words:
+    for word in dict.fromkeys(words):
         bare, spaced = (tuple(tokenizer.encode(space + word.lstrip(), False)) for space in ("", " "))
         if not bare:
             raise ConfigError(f"bad_words has {word!r}, which has no tokens; leave it out")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property, wraps
-from math import isfinite
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,6 +15,8 @@ import numpy as np
 from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
 
 MAX_N = 16384
+MAX_BIAS = 1e30
+"""Far from the largest float32, 3e38, also after a repetition penalty."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean 0. vLLM 0.32 instead raises temperatures between 0 and 0.01 to 0.01."""
 
@@ -32,7 +33,8 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled: vLLM's fields and defaults, and its limits except for `repetition_penalty`.
+    """How one request is sampled: vLLM's fields and defaults, and its limits except for `repetition_penalty` and
+    `logit_bias`.
 
     The constructor raises `ConfigError` for a value out of range and `UnknownOptionError` for an unknown field. Unlike
     vLLM's, parameters cannot be changed, because a running request holds them: to assign raises `ConfigError`.
@@ -68,7 +70,7 @@ class SamplingParams:
     """How many of the most likely tokens to report at each position, in addition to the chosen one; -1: all tokens."""
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these tokens."""
+    """Added to the logits of these tokens. From -`MAX_BIAS` to `MAX_BIAS`, so that no logit becomes infinite."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these tokens can be chosen. None: all."""
     bad_words: Sequence[str] | None = None
@@ -253,14 +255,14 @@ def _check_tokens(params: SamplingParams) -> None:
         raise ConfigError(f"bad_words={bad_words!r}: must be a sequence of strings, none of them empty, or None")
     if biases is not None and not (isinstance(biases, Mapping) and all(map(_is_bias, biases.items()))):
         raise ConfigError(
-            f"logit_bias={biases!r}: must map token ids, integers from 0, to finite numbers, or be None; "
-            "allowed_token_ids and bad_words forbid tokens"
+            f"logit_bias={biases!r}: must map token ids, integers from 0, to numbers from {-MAX_BIAS:g} to "
+            f"{MAX_BIAS:g}, or be None; allowed_token_ids and bad_words forbid tokens"
         )
 
 
 def _is_bias(item: tuple[Any, Any]) -> bool:
     token, bias = item
-    return _is_token_id(token) and isinstance(bias, Real) and not isinstance(bias, bool) and isfinite(bias)
+    return _is_token_id(token) and isinstance(bias, Real) and not isinstance(bias, bool) and abs(bias) <= MAX_BIAS
 
 
 def _is_token_id(value: Any) -> bool:

@@ -44,6 +44,8 @@ FIRST_RATE = 0.7
 """Share of first drafts that are accepted, before any was judged."""
 TREE_GAIN = 2.0
 """Accepted drafts of a tree, before any was judged."""
+FREE_DRAFT = 0.05
+"""Where one draft takes less than this share of a step without drafts, rounds without a draft do not count."""
 
 
 class Candidate(NamedTuple):
@@ -74,9 +76,10 @@ class Trials:
     _least_pause: int = field(init=False, default=SHORTEST_PAUSE)
     """What the next pause takes at least."""
     _rounds: list[tuple[int, int]] | None = field(init=False, default=None)
-    """The drafts of each round of the latest try, and how many were accepted; None once that was looked at."""
+    """The drafts of each round of the latest try that counts, and how many were accepted; None once that was looked
+    at."""
     _found_nothing: bool = field(init=False, default=False)
-    """Whether the drafter had no draft in the latest try, which therefore cost next to nothing."""
+    """Whether no round of the latest try counts: the drafter had no draft, which cost next to nothing."""
 
     def __post_init__(self) -> None:
         self.latest_size = self.max_drafts
@@ -95,7 +98,7 @@ class Trials:
         self._rounds, self.latest_size, self._least_pause = None, self.max_drafts, SHORTEST_PAUSE
 
     def judged(self, num_drafts: int, num_accepted: int) -> None:
-        """Called with each verdict on at least one draft."""
+        """Called with each round that counts."""
         self._found_nothing = False
         if self._rounds is not None:
             self._rounds.append((num_drafts, num_accepted))
@@ -168,8 +171,11 @@ class AdaptiveDrafts(DraftPolicy):
     """Steps that the latest decision has held for, without those for which `plan` was not called."""
     plain_times: PlainTimes = field(init=False)
     _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
-    _has_first_drafts: bool = field(init=False, default=False)
-    """Whether this step had the first drafts of a request. It is not counted: the drafter reads the prompt in it."""
+    _judged_at: WeakKeyDictionary[Request, int] = field(init=False, default_factory=WeakKeyDictionary)
+    """How many tokens a request had after its latest verdict."""
+    _catches_up: bool = field(init=False, default=False)
+    """Whether this step had the first drafts of a request, or the first after a pause or a preemption. It is not
+    counted: the drafter reads the prompt in it, or what it has missed."""
     _trials: Trials = field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +185,7 @@ class AdaptiveDrafts(DraftPolicy):
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
-        self._has_first_drafts = False
+        self._catches_up = False
         if self._steps_left and self._work == (num_rows, requests):
             found = self._held
         else:
@@ -260,7 +266,7 @@ class AdaptiveDrafts(DraftPolicy):
         """What a step takes in which so many of `requests` have `count` drafts each, on average, in steps without."""
         context = sum(request.num_tokens for request in requests)
         plain = self.costs.target(num_rows, context)
-        drafted = self.costs.drafted(num_rows, len(requests), context, drafting, count, drafting * count)
+        drafted = self.costs.drafted(num_rows, len(requests), context, drafting, max(1, count), drafting * count)
         return 1 + self._overhead.added(drafted / plain - 1)
 
     def _forget_half(self, request: Request) -> None:
@@ -276,12 +282,19 @@ class AdaptiveDrafts(DraftPolicy):
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = AcceptanceHistory(self.max_drafts, self.memory)
-            self._has_first_drafts = True
+        before, self._judged_at[request] = self._judged_at.get(request, 0), request.num_tokens
+        num_missed = request.num_tokens - num_accepted - 1 - before
+        self._catches_up |= request.num_dropped_tokens >= before or num_missed >= SHORTEST_PAUSE
         for seen in (own, self._all):
             if self.drafts_trees:  # a node's place in the tree says nothing; what a whole tree usually gains does
                 seen.add_tree(num_drafts / self.max_drafts, num_accepted / self.max_drafts)
             else:
                 seen.add(num_asked, num_drafts, num_accepted)
+
+    def counts_without_draft(self, request: Request) -> bool:
+        """See `DraftPolicy.counts_without_draft`."""
+        context = request.num_tokens
+        return self.costs.draft(1, 1, context) >= FREE_DRAFT * self.costs.target(1, context)
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
@@ -291,7 +304,7 @@ class AdaptiveDrafts(DraftPolicy):
             return
         self.plain_times.other_work()
         ratio = self.plain_times.ratio(num_requests, num_context, seconds)
-        if ratio is not None and not self._has_first_drafts:
+        if ratio is not None and not self._catches_up:
             self._overhead.add(ratio - 1, self._expected(drafts, num_requests, num_context))
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
@@ -304,8 +317,8 @@ class AdaptiveDrafts(DraftPolicy):
 
     def _expected(self, drafts: Mapping[Request, int], num_requests: int, num_context: int) -> float:
         """By `costs` alone: what `drafts` add to a step, as a share of one without."""
-        each = drafts.values()
-        drafted = self.costs.drafted(num_requests, num_requests, num_context, len(drafts), max(each), sum(each))
+        longest, extra = max(1, *drafts.values()), sum(drafts.values())
+        drafted = self.costs.drafted(num_requests, num_requests, num_context, len(drafts), longest, extra)
         return drafted / self.costs.target(num_requests, num_context) - 1
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
@@ -314,14 +327,14 @@ class AdaptiveDrafts(DraftPolicy):
 
     def survival(self, request: Request) -> list[float]:
         """The estimated probability, by position, that there is a draft of `request` and it and all before it are
-        accepted, in a round that has any drafts."""
+        accepted, in a round that counts."""
         own = self._own.get(request)
         usual = self._all.rates(min(FIRST_RATE, TREE_GAIN / self.max_drafts) if self.drafts_trees else FIRST_RATE)
         rates = usual if own is None else own.rates(usual)
         return rates[:1] * self.max_drafts if self.drafts_trees else list(accumulate(rates, operator.mul))
 
     def _made(self, request: Request) -> list[float]:
-        """The estimated probability, by position, that there is a draft of `request`, in a round that has any."""
+        """The estimated probability, by position, that there is a draft of `request`, in a round that counts."""
         own, usual = self._own.get(request), self._all.shares_made(1.0)
         shares = usual if own is None else own.shares_made(usual)
         return shares[:1] * self.max_drafts if self.drafts_trees else shares

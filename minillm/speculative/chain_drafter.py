@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
-from minillm.errors import BROKEN_DRAFTS, ConfigError, NonFiniteLogitsError
+from minillm.errors import ConfigError, NonFiniteLogitsError
 from minillm.quantization.schemes import make_scheme
 from minillm.request import Request
-from minillm.runtime.runner import ModelRunner
+from minillm.runtime.runner import ModelRunner, check_finite
 from minillm.sampling import Draw, argmax, probs_from_logits, sample, uniform
 from minillm.sampling.device import DeviceSampler
 from minillm.speculative.drafter import Draft, Drafter
@@ -33,12 +33,6 @@ def check_quantization(name: str | None) -> None:
     """Raise `UnsupportedError` unless weights can be quantised like this; None: they are not."""
     if name is not None:
         make_scheme(name)
-
-
-def check_finite(logits: Tensor) -> None:
-    """Raise `NonFiniteLogitsError` if some are NaN or infinite: their argmax is a token of no meaning."""
-    if not logits.isfinite().all():
-        raise NonFiniteLogitsError(BROKEN_DRAFTS)
 
 
 def warn_of_broken_logits(drafter: Drafter, problem: NonFiniteLogitsError) -> None:

@@ -33,9 +33,9 @@ from torch import Tensor
 from minillm.batch import MAX_TREE_TOKENS, Segment
 from minillm.errors import NonFiniteLogitsError
 from minillm.request import Request
-from minillm.runtime.runner import ModelRunner
+from minillm.runtime.runner import ModelRunner, check_finite
 from minillm.sampling import Draw, probs_from_logits, sample, uniform
-from minillm.speculative.chain_drafter import check_finite, warn_of_broken_logits
+from minillm.speculative.chain_drafter import warn_of_broken_logits
 from minillm.speculative.draft_model import DraftModelDrafter, DraftProgress
 from minillm.speculative.draft_tree_options import DraftTreeOptions
 from minillm.speculative.drafter import Draft, DraftContext

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
-from operator import mul
 
 from minillm.batch import MAX_TREE_TOKENS
 from minillm.config import at_least, in_range
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, UnsupportedError
 from minillm.json_files import short_repr
-from minillm.speculative.draft_model import ModelOptions
+from minillm.models.loading import load_config
+from minillm.speculative.draft_model import ModelOptions, draft_folder
 from minillm.speculative.drafter import TargetInfo
 from minillm.speculative.tree_shape import TreeShape
 
@@ -50,15 +49,19 @@ class DraftTreeOptions(ModelOptions):
             raise ConfigError(f"{' and '.join(given)} each set the shape of the tree; give one of them")
         _check_branching(self.tree_branching)
         self._check_measured()
-        if self.speculative_token_tree is not None:
-            TreeShape.from_paths(_read_paths(self.speculative_token_tree))
         if self.num_nodes >= MAX_TREE_TOKENS:
             source = "tree_nodes" if self.is_measured else "speculative_token_tree"
             raise ConfigError(_too_many(source, getattr(self, source), str(self.num_nodes)))
 
     def check_target(self, target: TargetInfo) -> int:
-        """See `Drafter.Options`."""
-        super().check_target(target)
+        """See `Drafter.Options`. Raises `UnsupportedError` for a draft model with a sliding window: trees are
+        drafted without one."""
+        assert self.model is not None
+        if (config := load_config(draft_folder(self.model, target))).has_windows:
+            raise UnsupportedError(
+                f"the draft model {self.model!r} has a sliding window (here {config.sliding_window} tokens), and "
+                "trees are drafted without one; use a method that drafts chains, like 'draft_model'"
+            )
         return self.num_nodes
 
     def _check_measured(self) -> None:
@@ -88,11 +91,7 @@ class DraftTreeOptions(ModelOptions):
     @property
     def num_nodes(self) -> int:
         """Most drafts in a tree."""
-        if self.is_measured:
-            return self.tree_nodes
-        if self.speculative_token_tree is not None:
-            return len(_read_paths(self.speculative_token_tree))
-        return sum(accumulate(self.tree_branching or DEFAULT_BRANCHING, mul))
+        return self.tree_nodes if self.is_measured else self.fixed_shape.num_nodes
 
     def verify_cost(self, rows: int) -> float:
         """Time of a target forward with `rows` tokens of a request, in decode steps."""

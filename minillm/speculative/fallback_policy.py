@@ -16,7 +16,8 @@ from minillm.speculative.step_times import PlainTimes
 
 
 class FallbackDrafts(DraftPolicy):
-    """A `DraftPolicy` for each of the two methods; a verdict is told to that of the method which proposed."""
+    """A `DraftPolicy` for each of the two methods; a verdict is told to that of the method which proposed, and a round
+    without a draft to those for which it counts."""
 
     def __init__(
         self, drafter: FallbackDrafter, first: AdaptiveDrafts | FallbackDrafts, second: AdaptiveDrafts | FallbackDrafts
@@ -57,9 +58,26 @@ class FallbackDrafts(DraftPolicy):
 
     def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
-        is_second = self.drafter.proposer(request) is not self.drafter.first
-        policy = self.second if is_second else self.first
-        policy.judged(request, min(num_asked, self.drafter.limits[request][is_second]), num_drafts, num_accepted)
+        limits = self.drafter.limits[request]
+        told = self._told(request, num_drafts)
+        for policy, limit, is_told in zip((self.first, self.second), limits, told, strict=True):
+            if is_told:
+                policy.judged(request, min(num_asked, limit), num_drafts, num_accepted)
+
+    def counts_without_draft(self, request: Request) -> bool:
+        """See `DraftPolicy.counts_without_draft`."""
+        return any(self._told(request, 0))
+
+    def _told(self, request: Request, num_drafts: int) -> tuple[bool, bool]:
+        """Which of both methods hears of a round with so many drafts."""
+        if num_drafts:
+            is_second = self.drafter.proposer(request) is self.drafter.second
+            return not is_second, is_second
+        of_first, of_second = self.drafter.limits[request]
+        return (
+            of_first > 0 and self.first.counts_without_draft(request),
+            of_second > 0 and self.second.counts_without_draft(request),
+        )
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`. Each policy is told of steps with its own drafts, without what the other's
@@ -67,7 +85,7 @@ class FallbackDrafts(DraftPolicy):
         if not drafts:
             self.first.step_finished(drafts, num_rows, num_context, seconds)
             return
-        of_first, of_second = self._by_proposer(drafts)
+        of_first, of_second = self._by_method(drafts)
         for policy, own, other, others in (
             (self.first, of_first, self.second, of_second),
             (self.second, of_second, self.first, of_first),
@@ -78,16 +96,15 @@ class FallbackDrafts(DraftPolicy):
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
         """See `DraftPolicy.added_seconds`."""
-        of_first, of_second = self._by_proposer(drafts)
+        of_first, of_second = self._by_method(drafts)
         second = self.second.added_seconds(of_second, num_rows, num_context)
         return second + self.first.added_seconds(of_first, num_rows - sum(of_second.values()), num_context)
 
-    def _by_proposer(self, drafts: Mapping[Request, int]) -> tuple[dict[Request, int], dict[Request, int]]:
-        """`drafts` of the first method and of the second."""
-        by_second = {
-            request: n for request, n in drafts.items() if self.drafter.proposer(request) is self.drafter.second
-        }
-        return {request: n for request, n in drafts.items() if request not in by_second}, by_second
+    def _by_method(self, drafts: Mapping[Request, int]) -> tuple[dict[Request, int], dict[Request, int]]:
+        """`drafts` of which the first method hears, and the second."""
+        told = {request: self._told(request, n) for request, n in drafts.items()}
+        of_first, of_second = ({r: n for r, n in drafts.items() if told[r][i]} for i in (0, 1))
+        return of_first, of_second
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""

@@ -30,32 +30,27 @@ from minillm.config import in_range
 from minillm.ops.transfer import indices_on_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
-from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
+from minillm.speculative.chain_drafter import ChainDrafter
 from minillm.speculative.draft_heads import KINDS, DraftHeads, HeadsShape
 from minillm.speculative.drafter import NO_DRAFT, Draft, DraftContext, TargetInfo
 from minillm.speculative.target_heads import Chains, HeadsRound, TargetHeads, unembedding
-from minillm.speculative.trained_drafter import drafter_folder, load_drafter, read_shape
+from minillm.speculative.trained_drafter import TrainedOptions, load_drafter, read_shape
 
 
 @dataclass(frozen=True)
-class HeadsOptions:
+class HeadsOptions(TrainedOptions):
     """The options of method `heads`, minillm's own."""
 
-    model: str | None = None
-    """The folder of the trained heads; None: those bundled for a bundled target."""
-    draft_sample_method: str = "probabilistic"
-    """`probabilistic` samples drafts from the heads' distributions, `greedy` takes their argmax."""
     min_survival: float = 0.1
     """No draft where the estimated probability that it survives is less than this; 0: always as many as wanted."""
 
     def __post_init__(self) -> None:
-        check_sample_method(self.draft_sample_method)
+        super().__post_init__()
         in_range("min_survival", self.min_survival, 1.0)
 
     def check_target(self, target: TargetInfo) -> int:
-        """See `Drafter.Options`. Raises what `drafter_folder` and `read_shape` raise."""
-        folder = drafter_folder("heads", self.model, target.name)
-        return read_shape(folder, "heads", target.config, HeadsShape).num_drafts
+        """See `Drafter.Options`. Raises what `read_shape` raises."""
+        return read_shape("heads", self.model, target, HeadsShape).num_drafts
 
 
 class HeadsDrafter(ChainDrafter):
@@ -73,14 +68,13 @@ class HeadsDrafter(ChainDrafter):
 
     @classmethod
     def build(cls, context: DraftContext) -> HeadsDrafter:
-        """See `Drafter.build`. Raises what `drafter_folder` and `load_drafter` raise."""
-        target, options = context.target.model, context.options
-        folder = drafter_folder("heads", options.model, context.target_name)
-        heads = load_drafter(folder, "heads", target.config, context.target_name, HeadsShape, DraftHeads)
+        """See `Drafter.build`. Raises what `load_drafter` raises."""
+        target = context.target.model
+        heads = load_drafter("heads", context, HeadsShape, DraftHeads)
         weight = target.embed_tokens.weight
         dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
         own = TargetHeads(heads.to(weight.device, dtype), weight.detach(), unembedding(target, dtype))
-        return cls(context.target, own, options)
+        return cls(context.target, own, context.options)
 
     @cached_property
     def heads(self) -> TargetHeads:

@@ -25,19 +25,19 @@ from minillm.runtime.runner import ModelRunner
 from minillm.speculative.drafter import TargetInfo
 from minillm.speculative.long_model import LongModel, LongShape
 from minillm.speculative.masked_attention import PADDING, hidden_keys, masked_attention
-from minillm.speculative.reading_drafter import ReadingDrafter, ReadingOptions
+from minillm.speculative.reading_drafter import ReadingDrafter
 from minillm.speculative.spire_model import KVRows
 from minillm.speculative.target_parts import padded
-from minillm.speculative.trained_drafter import drafter_folder, read_shape
+from minillm.speculative.trained_drafter import TrainedOptions, read_shape
 
 
 @dataclass(frozen=True)
-class LongOptions(ReadingOptions):
+class LongOptions(TrainedOptions):
     """The options of method `long`."""
 
     def check_target(self, target: TargetInfo) -> None:
-        """See `Drafter.Options`. Raises what `drafter_folder` and `read_shape` raise."""
-        read_shape(drafter_folder("long", self.model, target.name), "long", target.config, LongShape)
+        """See `Drafter.Options`. Raises what `read_shape` raises."""
+        read_shape("long", self.model, target, LongShape)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class LongRound:
         """See `DraftRound.narrow`."""
         index = torch.tensor(kept, device=self.positions.device)
         self.requests = [self.requests[i] for i in kept]
-        self.rows = KVRows(self.rows.keys.index_select(0, index), self.rows.values.index_select(0, index))
+        self.rows = self.rows.narrowed(index)
         self.row_positions, self.positions = self.row_positions[index], self.positions[index]
         self.verified = self._verified()
 

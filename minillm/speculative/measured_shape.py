@@ -9,8 +9,9 @@ The shape depends only on verdicts of earlier rounds, never on the drafts of thi
 they are for a fixed shape. Greedy tokens do not depend on it. The tokens of a sampled request do, although their
 distribution does not, so a request with a seed of its own always gets the shape of an engine that has measured nothing.
 
-Requests with different `cache_salt` do not learn from each other, because drafts and timing would show one tenant
-something of another's text. Greedy and sampled requests are kept apart, because their acceptance differs.
+Requests with different `cache_salt` do not learn shapes from each other, because these would show one tenant something
+of another's text. (Whether there are drafts may still depend on it: `adaptive` in `config.py`.) Greedy and sampled
+requests are kept apart, because their acceptance differs.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class MeasuredShapes:
         self._kinds: OrderedDict[tuple[str, bool], _Kind] = OrderedDict()
         self._unmeasured = _Kind()
 
-    def shape_for(self, request: Request, most: int | None = None) -> TreeShape:
-        """The best shape for the next tree if it may have at most `most` nodes; None: `max_nodes`. It has at least one
-        node: without drafts, nothing more would be learnt.
+    def shape_for(self, request: Request, most: int) -> TreeShape:
+        """The best shape for the next tree if it may have at most `most` nodes. It has at least one node: without
+        drafts, nothing more would be learnt.
 
         A request that samples with its own seed gets the shape from before anything was measured, so that its text does
         not depend on other requests."""
@@ -85,7 +86,7 @@ class MeasuredShapes:
         if kind.estimate.num_verdicts >= kind.next_update:
             kind.chances, kind.shapes = kind.estimate.chances(self.max_levels), {}
             kind.next_update = kind.estimate.num_verdicts * 5 // 4 + PRIOR_COUNT
-        nodes = self.max_nodes if most is None else min(most, self.max_nodes)
+        nodes = min(most, self.max_nodes)
         if nodes not in kind.shapes:
             found = best_shape(kind.chances, nodes, self.max_levels, self.draft_cost, self.verify_cost)
             kind.shapes[nodes] = found if found.num_nodes else TreeShape((-1,))

@@ -62,7 +62,7 @@ class NgramDrafter(Drafter):
         """See `Drafter.build`."""
         return cls(*context.options.lookup)
 
-    def __init__(self, prompt_lookup_min: int = 5, prompt_lookup_max: int = 5) -> None:
+    def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self.shortest, self.longest = prompt_lookup_min, prompt_lookup_max
         self._texts: WeakKeyDictionary[Request, bytearray] = WeakKeyDictionary()
         """The tokens of each request as bytes, because searching bytes is fast in Python."""

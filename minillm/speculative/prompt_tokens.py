@@ -38,27 +38,18 @@ from minillm.ops.transfer import indices_on_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import argmax
-from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
+from minillm.speculative.chain_drafter import ChainDrafter
 from minillm.speculative.drafter import Draft, DraftContext, TargetInfo
-from minillm.speculative.trained_drafter import drafter_folder, load_drafter, read_shape
+from minillm.speculative.trained_drafter import TrainedOptions, load_drafter, read_shape
 
 
 @dataclass(frozen=True)
-class PromptTokensOptions:
+class PromptTokensOptions(TrainedOptions):
     """The options of method `prompt_tokens`, minillm's own."""
 
-    model: str | None = None
-    """The folder of the trained embeddings; None: those bundled for a bundled target."""
-    draft_sample_method: str = "probabilistic"
-    """`probabilistic` samples drafts from the distributions at the prompt tokens, `greedy` takes their argmax."""
-
-    def __post_init__(self) -> None:
-        check_sample_method(self.draft_sample_method)
-
     def check_target(self, target: TargetInfo) -> int:
-        """See `Drafter.Options`. Raises what `drafter_folder` and `read_shape` raise."""
-        folder = drafter_folder("prompt_tokens", self.model, target.name)
-        return read_shape(folder, "prompt_tokens", target.config, PromptTokensShape).num_drafts + 1
+        """See `Drafter.Options`. Raises what `read_shape` raises."""
+        return read_shape("prompt_tokens", self.model, target, PromptTokensShape).num_drafts + 1
 
 
 @dataclass(frozen=True)
@@ -109,15 +100,11 @@ class PromptTokensDrafter(ChainDrafter):
 
     @classmethod
     def build(cls, context: DraftContext) -> PromptTokensDrafter:
-        """See `Drafter.build`. Raises what `drafter_folder` and `load_drafter` raise."""
-        target, options = context.target.model, context.options
-        folder = drafter_folder("prompt_tokens", options.model, context.target_name)
-        prompts = load_drafter(
-            folder, "prompt_tokens", target.config, context.target_name, PromptTokensShape, PromptTokens
-        )
-        first = add_input_embeddings(target, prompts.embedding.weight)
+        """See `Drafter.build`. Raises what `load_drafter` raises."""
+        prompts = load_drafter("prompt_tokens", context, PromptTokensShape, PromptTokens)
+        first = add_input_embeddings(context.target.model, prompts.embedding.weight)
         ids = range(first, first + prompts.shape.num_drafts)
-        return cls(context.target, options.draft_sample_method == "greedy", ids)
+        return cls(context.target, context.options.draft_sample_method == "greedy", ids)
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""

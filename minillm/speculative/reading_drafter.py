@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,23 +19,10 @@ from torch import Tensor, nn
 
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
-from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
+from minillm.speculative.chain_drafter import ChainDrafter
 from minillm.speculative.drafter import Draft, DraftContext
 from minillm.speculative.target_parts import TargetParts
-from minillm.speculative.trained_drafter import drafter_folder, load_drafter
-
-
-@dataclass(frozen=True)
-class ReadingOptions:
-    """The options that methods `spire` and `long` share, minillm's own."""
-
-    model: str | None = None
-    """The folder of the trained draft; None: the one that is bundled for the target."""
-    draft_sample_method: str = "probabilistic"
-    """`probabilistic` samples drafts from the draft's distribution, `greedy` takes its argmax."""
-
-    def __post_init__(self) -> None:
-        check_sample_method(self.draft_sample_method)
+from minillm.speculative.trained_drafter import TrainedOptions, load_drafter
 
 
 class DraftRound(Protocol):
@@ -52,7 +38,7 @@ class DraftRound(Protocol):
 class ReadingDrafter(ChainDrafter):
     """Drafts chains; each round reads the target's cache once."""
 
-    Options = ReadingOptions
+    Options = TrainedOptions
     needs_blocks = True
     reads_target_cache = True
     method: ClassVar[str]
@@ -68,19 +54,10 @@ class ReadingDrafter(ChainDrafter):
 
     @classmethod
     def build(cls, context: DraftContext) -> ReadingDrafter:
-        """See `Drafter.build`. Raises what `drafter_folder` and `load_drafter` raise."""
-        target, options = context.target.model, context.options
-        parts, device = TargetParts(target), context.target.device
-        folder = drafter_folder(cls.method, options.model, context.target_name)
-        model = load_drafter(
-            folder,
-            cls.method,
-            target.config,
-            context.target_name,
-            cls.shape_class,
-            lambda shape: cls.model_class(shape, parts),
-        )
-        return cls(context.target, model.to(device, parts.dtype), options.draft_sample_method == "greedy")
+        """See `Drafter.build`. Raises what `load_drafter` raises."""
+        parts, device = TargetParts(context.target.model), context.target.device
+        model = load_drafter(cls.method, context, cls.shape_class, lambda shape: cls.model_class(shape, parts))
+        return cls(context.target, model.to(device, parts.dtype), context.options.draft_sample_method == "greedy")
 
     @abstractmethod
     def begin(self, requests: Sequence[Request]) -> DraftRound:

@@ -19,19 +19,19 @@ from torch import Tensor
 from minillm.request import Request
 from minillm.speculative.drafter import TargetInfo
 from minillm.speculative.masked_attention import PADDING
-from minillm.speculative.reading_drafter import ReadingDrafter, ReadingOptions
+from minillm.speculative.reading_drafter import ReadingDrafter
 from minillm.speculative.spire_model import Context, KVRows, Rollout, SpireModel, SpireShape
 from minillm.speculative.target_parts import padded, slots_of
-from minillm.speculative.trained_drafter import drafter_folder, read_shape
+from minillm.speculative.trained_drafter import TrainedOptions, read_shape
 
 
 @dataclass(frozen=True)
-class SpireOptions(ReadingOptions):
+class SpireOptions(TrainedOptions):
     """The options of method `spire`."""
 
     def check_target(self, target: TargetInfo) -> None:
-        """See `Drafter.Options`. Raises what `drafter_folder` and `read_shape` raise."""
-        read_shape(drafter_folder("spire", self.model, target.name), "spire", target.config, SpireShape)
+        """See `Drafter.Options`. Raises what `read_shape` raises."""
+        read_shape("spire", self.model, target, SpireShape)
 
 
 class SpireRound:

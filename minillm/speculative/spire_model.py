@@ -77,6 +77,10 @@ class KVRows:
     keys: Tensor
     values: Tensor
 
+    def narrowed(self, kept: Tensor) -> KVRows:
+        """The groups `kept` (`[m]`, int64)."""
+        return KVRows(self.keys.index_select(0, kept), self.values.index_select(0, kept))
+
 
 @dataclass(frozen=True)
 class Context:
@@ -89,8 +93,7 @@ class Context:
 
     def narrowed(self, kept: Tensor) -> Context:
         """The groups `kept` (`[m]`, int64)."""
-        rows = [KVRows(r.keys.index_select(0, kept), r.values.index_select(0, kept)) for r in self.rows]
-        return Context(rows, self.positions.index_select(0, kept))
+        return Context([rows.narrowed(kept) for rows in self.rows], self.positions.index_select(0, kept))
 
 
 class Rollout:
@@ -149,9 +152,7 @@ class Rollout:
         """Go on with the groups `kept` only."""
         index = torch.tensor(kept, device=self.starts.device)
         self.context, self.starts = self.context.narrowed(index), self.starts.index_select(0, index)
-        self.own = [
-            [KVRows(r.keys.index_select(0, index), r.values.index_select(0, index)) for r in rows] for rows in self.own
-        ]
+        self.own = [[rows.narrowed(index) for rows in steps] for steps in self.own]
 
 
 class WindowAttention:

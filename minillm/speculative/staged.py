@@ -29,9 +29,9 @@ from torch import Tensor
 from minillm.batch import Segment
 from minillm.errors import NonFiniteLogitsError
 from minillm.request import Request
-from minillm.runtime.runner import ModelRunner
+from minillm.runtime.runner import ModelRunner, check_finite
 from minillm.sampling import argmax
-from minillm.speculative.chain_drafter import check_finite, warn_of_broken_logits
+from minillm.speculative.chain_drafter import warn_of_broken_logits
 from minillm.speculative.draft_model import DraftModelDrafter, DraftProgress, ModelOptions
 from minillm.speculative.drafter import Draft, DraftContext
 from minillm.speculative.ngram import NgramDrafter, NgramOptions

@@ -5,6 +5,7 @@ It is measured when an engine starts. `step_times.py` corrects it by what steps 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -130,7 +131,8 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
         drafter.request_dropped(request)
     target.cache.free(range(num_blocks))
     drafter.free_blocks(range(num_blocks))
-    further, context = max(1, several - 1), max(1, long_past - past)
+    further = max(1, several - 1)
+    context = (long_past - past) or math.inf  # where there is no room for a long text, nothing is known of its costs
     by_context, by_context_several = took["long"] - took[1], took["long, several rows"] - took[several]
     by_context_drafts = max(0.0, took["long, drafts"] - took["drafts"])
     context_draft = by_context_drafts / num_drafts / context
@@ -184,7 +186,7 @@ def _time_in_turn(
     for run in runs.values():
         run()
     multiples: dict[str | int, list[float]] = {key: [] for key in runs}
-    plainly: list[float] = []
+    plain_seconds: list[float] = []
     before: str | int = 1
     began = time.perf_counter()
     for turn in range(ROUNDS):
@@ -199,9 +201,9 @@ def _time_in_turn(
             plain()
             middle = time.perf_counter()
             run()
-            plainly.append(middle - start)
+            plain_seconds.append(middle - start)
             multiples[key].append((time.perf_counter() - middle) / (middle - start))
-    usual = statistics.median(plainly)
+    usual = statistics.median(plain_seconds)
     return {key: usual * statistics.median(found) for key, found in multiples.items()}
 
 

@@ -2,10 +2,10 @@
 
 Text repeats itself: edited code, an agent's tool calls, a small model in a loop. Take the longest suffix of the context
 that occurred before, p tokens long, and look at what followed it there. Matches come from two sources: this request's
-own prompt and output, and the outputs of earlier requests with the same `cache_salt`. Requests with different salts
-cannot learn each other's text, neither from drafts nor from timing. A request that samples with its own `seed` uses its
-own text alone: how many drafts there are decides which random numbers choose a token, and its text should not depend on
-those of earlier requests.
+own prompt and output, and the outputs of earlier requests with the same `cache_salt`. So no draft shows a request the
+text of another salt; how many drafts there are may depend on it (`adaptive` in `config.py`). A request that samples
+with its own `seed` uses its own text alone: how many drafts there are decides which random numbers choose a token, and
+its text should not depend on those of earlier requests.
 
 The draft follows a greedy walk: of the C matches, take the token that most of them continue with, keep the c₁ matches
 that agree, and go on with those. The probability that all drafts up to the j-th are accepted is estimated as
@@ -77,32 +77,20 @@ class SuffixDrafter(Drafter):
     @classmethod
     def build(cls, context: DraftContext) -> SuffixDrafter:
         """See `Drafter.build`."""
-        options = context.options
-        return cls(
-            options.suffix_decoding_max_tree_depth,
-            options.suffix_decoding_max_cached_requests,
-            options.suffix_decoding_max_spec_factor,
-            options.suffix_decoding_min_token_prob,
-        )
+        return cls(context.options)
 
     @classmethod
     def default_num_drafts(cls, options: SuffixOptions) -> int:
         """The length of the longest match."""
         return options.suffix_decoding_max_tree_depth
 
-    def __init__(
-        self,
-        max_tree_depth: int = 24,
-        max_cached_requests: int = 10000,
-        max_spec_factor: float = 1.0,
-        min_token_prob: float = 0.1,
-    ) -> None:
-        self.max_tree_depth = max_tree_depth
-        self.max_spec_factor = max_spec_factor
-        self.min_token_prob = min_token_prob
+    def __init__(self, options: SuffixOptions) -> None:
+        self.max_tree_depth = options.suffix_decoding_max_tree_depth
+        self.max_spec_factor = options.suffix_decoding_max_spec_factor
+        self.min_token_prob = options.suffix_decoding_min_token_prob
         self._own: dict[str, SuffixTrie] = {}
         """Request id → trie of a running request's prompt and output."""
-        self._earlier = OutputHistoryBySalt(max_tree_depth, max_cached_requests)
+        self._earlier = OutputHistoryBySalt(self.max_tree_depth, options.suffix_decoding_max_cached_requests)
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
@@ -178,7 +166,7 @@ class OutputHistoryBySalt:
 
 
 class OutputHistory:
-    """Outputs of finished requests, at most `max_outputs` of them.
+    """Outputs of finished requests, at most `max_outputs` (≥ 1) of them.
 
     They are stored in two tries, a young one and an old one. New outputs enter the young trie. When it holds half of
     `max_outputs`, it becomes the old trie, and the previous old trie is dropped as a whole. So at least the latest half
@@ -199,8 +187,6 @@ class OutputHistory:
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Add one output to the young trie."""
-        if not self._max_outputs or not token_ids:
-            return
         half = max(1, self._max_outputs // 2)
         if not self.tries or self._num_young >= half:
             old = self.tries[:1] if 2 * half <= self._max_outputs else ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -27,9 +27,24 @@ from minillm.models.config import ModelConfig
 from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.models.hub import resolve
 from minillm.models.shards import SINGLE, Shards
+from minillm.speculative.chain_drafter import check_sample_method
+from minillm.speculative.drafter import DraftContext, TargetInfo
 
 Module = TypeVar("Module", bound=nn.Module)
 Shape = TypeVar("Shape")
+
+
+@dataclass(frozen=True)
+class TrainedOptions:
+    """The options that all trained drafters have, minillm's own."""
+
+    model: str | None = None
+    """The folder of the trained weights; None: those bundled for a bundled target."""
+    draft_sample_method: str = "probabilistic"
+    """`probabilistic` samples drafts from the drafter's distributions, `greedy` takes their argmax."""
+
+    def __post_init__(self) -> None:
+        check_sample_method(self.draft_sample_method)
 
 
 class DrafterConfig(msgspec.Struct):
@@ -67,7 +82,7 @@ def has_bundled_drafter(method: str, target: str) -> bool:
     return resolve(target).parent == bundled.WEIGHTS and (bundled_drafter(method, target) / "config.json").exists()
 
 
-def drafter_folder(method: str, model: str | None, target: str) -> Path:
+def _drafter_folder(method: str, model: str | None, target: str) -> Path:
     """The folder of the option `model`; without one, that of the bundled target.
 
     Raises `ConfigError` if nothing is bundled for this target, `CheckpointError` if there is no such folder.
@@ -92,13 +107,14 @@ def drafter_folder(method: str, model: str | None, target: str) -> Path:
     return bundled_drafter(method, target)
 
 
-def read_shape(folder: Path, method: str, target: ModelConfig, shape_class: type[Shape]) -> Shape:
-    """The sizes of the network in `folder`.
+def read_shape(method: str, model: str | None, target: TargetInfo, shape_class: type[Shape]) -> Shape:
+    """The sizes of the network in the folder `model`; None: of the one that is bundled for the target.
 
-    Raises `CheckpointError` if `config.json` cannot be read or is for another method, `ConfigError` or
-    `TokenizerMismatchError` if the network does not fit the target.
+    Raises `CheckpointError` if there is no such folder, or its `config.json` cannot be read or is for another method;
+    `ConfigError` if nothing is bundled; `ConfigError` or `TokenizerMismatchError` if the network does not fit the
+    target.
     """
-    return _read_config(folder, method, target, shape_class)[1]
+    return _read_config(_drafter_folder(method, model, target.name), method, target.config, shape_class)[1]
 
 
 def _read_config(
@@ -114,19 +130,16 @@ def _read_config(
 
 
 def load_drafter(
-    folder: Path,
-    method: str,
-    target: ModelConfig,
-    target_name: str,
-    shape_class: type[Shape],
-    build: Callable[[Shape], Module],
+    method: str, context: DraftContext, shape_class: type[Shape], build: Callable[[Shape], Module]
 ) -> Module:
-    """Load the network in `folder` in float32, for inference.
+    """Load the network of the option `model` in float32, for inference.
 
     Raises what `read_shape` raises, and `CheckpointError` if the weights cannot be read. Warns if the target has other
     norms than the one it was trained for.
     """
-    config, shape = _read_config(folder, method, target, shape_class)
+    target_name = context.target_name
+    folder = _drafter_folder(method, context.options.model, target_name)
+    config, shape = _read_config(folder, method, context.target.model.config, shape_class)
     try:
         with torch.device("meta"):  # nothing is allocated before the tensors are known to fit
             module = build(shape)

@@ -10,6 +10,7 @@ is unchanged: building twice gives the same bytes.
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from nbformat import NotebookNode
@@ -109,15 +110,25 @@ def _solution_difference(source: NotebookNode, recorded: NotebookNode) -> str:
 
 
 def _keep_measurements(solution: NotebookNode, recorded: NotebookNode | None) -> None:
-    """Restore the recorded outputs of measured cells if the lesson's code is unchanged; its prose may differ."""
+    """Restore the recorded outputs of measured cells if the lesson's code is unchanged; its prose may differ, and so
+    may docstrings and comments."""
     if recorded is None:
         return
     cells, before = _code_of_lesson(solution), _code_of_lesson(recorded)
-    if [(cell.source, cell.metadata) for cell in cells] != [(cell.source, cell.metadata) for cell in before]:
+    if [_without_prose(cell) for cell in cells] != [_without_prose(cell) for cell in before]:
         return
     for cell, old in zip(cells, before, strict=True):
         if is_measured(cell) and old.execution_count is not None:
             cell.outputs = old.outputs
+
+
+def _without_prose(cell: NotebookNode) -> tuple[list[str], str]:
+    """The tags and the code of a cell."""
+    tree = ast.parse(cell.source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tags_of(cell), ast.unparse(tree)
 
 
 def _code_of_lesson(notebook: NotebookNode) -> list[NotebookNode]:

@@ -183,6 +183,7 @@ class AcceptanceState(TraceState):
                 self.engine = event
             case RequestAdded(request_id=request_id, prompt=prompt):
                 added = RequestAcceptance(request_id=request_id, index=len(self._all), prompt=prompt)
+                self.requests.pop(request_id, None)  # an id that is used again is a new request, and comes last
                 self.requests[request_id] = added
                 self._all.append(added)
             case StepStarted(step=step):

@@ -58,12 +58,10 @@ class Totals:
     """Tokens found in the prefix cache, which need no prefill."""
     forked_tokens: int = 0
     """Tokens shared with another completion of the same prompt."""
-    finished: int = 0
     output_tokens: int = 0
     peak_blocks: int = 0
     seconds: float = 0.0
     draft_seconds: float = 0.0
-    target_seconds: float = 0.0
 
 
 @dataclass
@@ -240,6 +238,7 @@ class CacheState(TraceState):
     def _add(self, event: RequestAdded) -> None:
         num_tokens = len(event.prompt_token_ids)
         index, self._num_added = self._num_added, self._num_added + 1
+        self.requests.pop(event.request_id, None)  # an id that is used again is a new request, and comes last
         self.requests[event.request_id] = RequestState(event.request_id, index, event.prompt, num_tokens, num_tokens)
         self._request(event.request_id)
 
@@ -315,7 +314,7 @@ class CacheState(TraceState):
             request.marks.num_freed_cached += block_id in self.in_prefix_cache and block_id not in self.owners
         request.marks.num_freed += len(block_ids)
         if reason == "interrupted":
-            request.restart()
+            request.restart(request.num_computed)
 
     def _run(self, work: Work) -> None:
         request = self._request(work.request_id)
@@ -333,10 +332,8 @@ class CacheState(TraceState):
         # A finished request holds no blocks, even if an interrupt prevented the event `BlocksFreed`.
         self._free(request, list(request.block_table), "aborted")
         request.status, request.finish_reason, request.marks.finished = "finished", reason, True
-        self.totals.finished += 1
 
     def _end(self, event: StepFinished) -> None:
         self.history.append(PoolSnapshot(event.step, self.used_blocks, self.waste_slots, self.cached_blocks))
         self.totals.seconds += event.seconds
         self.totals.draft_seconds += event.draft_seconds
-        self.totals.target_seconds += event.target_seconds

@@ -23,7 +23,8 @@ class Replay(threading.local, Generic[State]):
         self.trace = trace
         self._new_state = new_state
         self._state = new_state()
-        self._position = 0
+        self._position: int | None = 0
+        """How many events `_state` has folded; None while it folds, and after an interrupt of that."""
         self._ends: dict[int, int] = {}
         """Step → how many events the trace has at its end, for the first `_num_indexed` events."""
         self._num_indexed = 0
@@ -35,11 +36,12 @@ class Replay(threading.local, Generic[State]):
         unknown step.
         """
         stop = len(self.trace) if step is None else self._end_of(step)
-        if stop < self._position:
-            self._state, self._position = self._new_state(), 0
-        for event in self.trace.events[self._position : stop]:
-            self._state.fold_numbered(self._position + 1, event)
-            self._position += 1
+        start, self._position = self._position, None
+        if start is None or stop < start:
+            self._state, start = self._new_state(), 0
+        for number, event in enumerate(self.trace.events[start:stop], start + 1):
+            self._state.fold_numbered(number, event)
+        self._position = stop
         return self._state
 
     def _end_of(self, step: int) -> int:

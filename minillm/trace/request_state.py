@@ -59,14 +59,14 @@ class RequestState:
     former_table: list[int] = field(default_factory=list)
     """The block table at the end of the request."""
     marks: StepChanges = field(default_factory=StepChanges)
-    preempted_tokens: int = 0
-    """Tokens in the cache at the last preemption; a prefill of these is a recomputation."""
+    lost_tokens: int = 0
+    """Most tokens that were in the cache at a preemption or an interrupt; a prefill of these is a recomputation."""
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether its prefill computes tokens again that a preemption discarded."""
+        """Whether its prefill computes tokens again that a preemption or an interrupt discarded."""
         start = self.marks.written.start if self.marks.written else self.num_computed
-        return self.status == "prefill" and start < self.preempted_tokens
+        return self.status == "prefill" and start < self.lost_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -95,12 +95,13 @@ class RequestState:
 
     def preempt(self, num_computed: int) -> None:
         """Record a preemption: the request lost its cached tokens, and `num_computed` tokens must be recomputed."""
-        self.restart()
-        self.marks.preempted_tokens = self.preempted_tokens = num_computed
+        self.restart(num_computed)
+        self.marks.preempted_tokens = num_computed
         self.status = "preempted"
 
-    def restart(self) -> None:
-        """Record that the request has no keys and values any more, and waits."""
+    def restart(self, num_computed: int) -> None:
+        """Record that the request lost the keys and values of `num_computed` tokens, all that it had, and waits."""
+        self.lost_tokens = max(self.lost_tokens, num_computed)
         self.marks.written = NOTHING
         self.num_computed = 0
         self.status = "waiting"

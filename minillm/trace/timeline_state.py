@@ -25,7 +25,7 @@ CellKind = Literal["waiting", "prefill", "recompute", "decode", "verify", "preem
 WORKING: tuple[CellKind, ...] = ("prefill", "recompute", "decode", "verify")
 """The kinds in which the request went through the model."""
 USEFUL: tuple[CellKind, ...] = ("prefill", "decode", "verify")
-"""The working kinds that advance the request: a recomputation only repairs a preemption."""
+"""The working kinds that advance the request: a recomputation only repairs a preemption or an interrupt."""
 
 
 @dataclass(slots=True)
@@ -62,8 +62,8 @@ class Row:
     end: int | None = None
     """The step in which it finished, `arrival` if it never ran; `None` if it has not finished."""
     reason: str | None = None
-    preempted_tokens: int = 0
-    """Tokens in the cache at the last preemption; a prefill of these is a recomputation."""
+    computed_tokens: int = 0
+    """Most tokens that it has had in the cache; a prefill of these is a recomputation."""
 
     def steps_by_kind(self) -> Counter[CellKind]:
         """Return how many steps were spent in each kind."""
@@ -164,14 +164,14 @@ class TimelineState(TraceState):
                 self._start(step)
             case BlocksShared(request_id=request_id, num_tokens=num_tokens):
                 self._cell(request_id).num_cached += num_tokens
-            case RequestPreempted(request_id=request_id, num_computed_tokens=num_computed):
+            case RequestPreempted(request_id=request_id):
                 self._cell(request_id).kind = "preempted"
-                self._rows[request_id].preempted_tokens = num_computed
             case StepRan(work=parts):
                 for work in parts:
                     self._run(work)
             case TokensCommitted():
-                cell = self._cell(event.request_id)
+                cell, row = self._cell(event.request_id), self._rows[event.request_id]
+                row.computed_tokens = max(row.computed_tokens, event.num_computed_tokens)
                 cell.num_drafts, cell.num_accepted = event.num_drafts, event.num_accepted
                 cell.num_committed += len(event.token_ids)
             case RequestFinished(request_id=request_id, reason=reason):
@@ -202,6 +202,7 @@ class TimelineState(TraceState):
 
     def _run(self, work: Work) -> None:
         cell, row = self._cell(work.request_id), self._rows[work.request_id]
-        is_recomputed = work.kind == "prefill" and work.start < row.preempted_tokens
-        cell.kind = "recompute" if is_recomputed else work.kind
-        cell.num_tokens = work.num_tokens
+        cell.kind, cell.num_tokens = work.kind, work.num_tokens
+        if work.kind == "prefill":
+            cell.kind = "recompute" if work.start < row.computed_tokens else "prefill"
+            row.computed_tokens = max(row.computed_tokens, work.start + work.num_tokens)

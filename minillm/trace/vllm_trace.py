@@ -46,6 +46,8 @@ NUM_RANDOM = 8
 """vLLM adds a dash and this many random characters to each request id."""
 REASONS = {"stop": "stop", "length": "length", "repetition": "stop"}
 """vLLM's finish reasons that are not an abort, in minillm's words."""
+WRAPPED = ("add_request", "schedule", "update_from_output", "finish_requests")
+"""The scheduler's methods that `_Recorder` replaces."""
 
 
 @contextmanager
@@ -59,18 +61,12 @@ def of_vllm(llm: Any) -> Iterator[Trace]:
     started = _engine_started(llm, scheduler)
     trace = Trace([started])
     recorder = _Recorder(scheduler, llm.get_tokenizer(), trace, started.cached_blocks)
-    wrapped = {
-        "add_request": recorder.add_request,
-        "schedule": recorder.schedule,
-        "update_from_output": recorder.update_from_output,
-        "finish_requests": recorder.finish_requests,
-    }
-    for name, method in wrapped.items():
-        setattr(scheduler, name, method)
+    for name in WRAPPED:
+        setattr(scheduler, name, getattr(recorder, name))
     try:
         yield trace
     finally:
-        for name in wrapped:
+        for name in WRAPPED:
             delattr(scheduler, name)  # the class's own method shows again
 
 
@@ -100,8 +96,7 @@ class _Recorder:
         """Blocks that were told to be in the prefix cache."""
         self.num_steps = 0
         self.began = self.scheduled = 0.0
-        names = ("add_request", "schedule", "update_from_output", "finish_requests")
-        self._own: dict[str, Callable[..., Any]] = {name: getattr(scheduler, name) for name in names}
+        self._own: dict[str, Callable[..., Any]] = {name: getattr(scheduler, name) for name in WRAPPED}
 
     def add_request(self, request: Any) -> None:
         """A request joins the waiting queue."""

@@ -24,7 +24,7 @@ from minillm.bench.device_clock import CpuClock, CudaClock, Timing
 from minillm.bench.kernel_cases import REFERENCE, Case, Implementation
 from minillm.bench.on_gpu import random_models as gpu_models
 from minillm.bench.on_gpu import stage_check as gpu_check
-from minillm.bench.on_gpu import stage_kernels
+from minillm.bench.on_gpu import stage_decode, stage_kernels
 from minillm.bench.on_gpu import stage_runner as gpu_stages
 from minillm.bench.on_gpu.findings import Findings, Report, Target
 from minillm.bench.on_gpu.stage_runner import STAGES, Stage, StageProcesses, run_stage
@@ -352,6 +352,14 @@ def test_weight_bytes_are_those_of_the_tensors_a_token_needs() -> None:
     assert gpu_models.weight_bytes(rounded) == gpu_models.weight_bytes(model) - 3 * linears + 4 * rows
 
 
+def test_the_int8_model_has_the_unembedding_in_int8_too() -> None:
+    """As in the engine."""
+    model, rounded = gpu_models.random_model(SETUP, "rehearsal"), stage_decode._int8_model(SETUP, "rehearsal")
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    saved = sum(3 * linear.weight.numel() - 4 * linear.out_features for linear in linears)
+    assert gpu_models.weight_bytes(rounded) == gpu_models.weight_bytes(model) - saved
+
+
 @pytest.mark.parametrize("layout", [PagedKVCache, PagedInt8KVCache])
 def test_kv_bytes_are_those_of_the_pools(layout: type) -> None:
     model = gpu_models.random_model(SETUP, "rehearsal")
@@ -449,7 +457,7 @@ def test_tokens_per_round_sums_up_all_outcomes() -> None:
 
 
 def test_the_synthetic_judge_accepts_as_often_as_it_is_told() -> None:
-    """20 000 rounds, whose number of tokens has a standard deviation of 1.64: with a probability below 1e-6 the mean is
+    """20 000 rounds, whose number of tokens has a standard deviation of 1.61: with a probability below 1e-6 the mean is
     off by more than five standard errors."""
     inner = SimpleNamespace(judge=lambda *arguments: [Verdict([9], 0)])
     judge, drafts = SyntheticJudge(inner, 0.8), [Draft([1, 2, 3, 4])]
@@ -458,7 +466,7 @@ def test_the_synthetic_judge_accepts_as_often_as_it_is_told() -> None:
         [verdict] = judge.judge([], drafts, torch.empty(0), torch.empty(0))
         assert verdict.token_ids == [*[1, 2, 3, 4][: verdict.num_accepted], 9]
         lengths.append(len(verdict.token_ids))
-    assert abs(sum(lengths) / 20_000 - tokens_per_round(0.8, 4)) < 5 * 1.64 / 20_000**0.5
+    assert abs(sum(lengths) / 20_000 - tokens_per_round(0.8, 4)) < 5 * 1.61 / 20_000**0.5
     assert set(lengths) == {1, 2, 3, 4, 5}
 
 

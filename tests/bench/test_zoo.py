@@ -14,7 +14,16 @@ import torch
 from minillm import cli
 from minillm.bench import zoo, zoo_recall
 from minillm.bench.quality import Quality
-from minillm.bench.zoo_cache import build, calibrated, continuation, plain_bytes, read_prompt, share_read, stored_bytes
+from minillm.bench.zoo_cache import (
+    build,
+    calibrated,
+    continuation,
+    float16_bytes,
+    plain_bytes,
+    read_prompt,
+    share_read,
+    stored_bytes,
+)
 from minillm.bench.zoo_systems import BUDGETS, TECHNIQUES, TOLERANCE, Setting, ZooSystem, list_systems
 from minillm.bench.zoo_texts import (
     ANSWER,
@@ -116,6 +125,14 @@ def test_options_for_a_budget_take_that_many_bytes(technique: Any, random_model:
         share = stored_bytes(options, random_model, 960)[0] / whole
         assert share <= budget * TOLERANCE
         assert technique.name == "int4" or share > 0.96 * budget
+
+
+def test_the_index_of_anchors_is_as_large_in_float16(tiny: TinyPair, tokenizer: Tokenizer) -> None:
+    model = load_model(tiny.target, torch.float32, CPU)
+    options = {"kv_cache_config": {"layout": "anchors", "window": 64}}
+    runner = build(options, model, 40, texts=CalibrationTexts(tokenizer))
+    read_prompt(runner, [1] * 40, 40)
+    assert float16_bytes(runner.cache) == plain_bytes(model, 40) + 40 * (8 + 8 + 1)
 
 
 @pytest.mark.parametrize("name", ["tiny", "minicoder"])

@@ -10,23 +10,17 @@ from playwright.sync_api import Browser, Page
 
 from minillm.book.dark_theme import dark_css
 from minillm.viz import AcceptanceStrip, CachePagesView, LossTiles, MovedSuffix, SplitLayer, TimelineView
+from minillm.viz.speculation.overlap import OverlapBars
+from minillm.viz.timeline.latency_waterfall import COLOURS, Latency, LatencyWaterfall
 from tests.browser.accessibility import violations
+from tests.browser.conftest import ROOT
 from tests.browser.text_contrast import low_contrasts
 from tests.trace.traces import story
 
 PAGES = ("index", "glossary", "search", "lessons/index", "techniques/index", "techniques/beside-contrastive")
 """One of each kind but lessons, and the one with the replay."""
 LONG_PAGES = ("lessons/02_kv_cache", "engine", "tested", "measured", "genindex", "source/minillm.batch")
-LESSONS = (
-    "00_tour",
-    "02_kv_cache",
-    "04_kv_quantisation",
-    "06_paged_blocks",
-    "07_continuous_batching",
-    "14_moving_and_reusing",
-    "16_beyond_one_machine",
-    "17_beside_inference",
-)
+LESSONS = sorted(path.stem for path in (ROOT / "solutions").glob("*.ipynb"))
 TOKENS = ["def", " f", "(", "x", ")", ":", "\n", " return", " x"]
 DRAWN_NOW = (
     SplitLayer([(range(i, i + 1), range(i, i + 1)) for i in range(8)], 8, 768, 288),
@@ -36,8 +30,10 @@ DRAWN_NOW = (
     TimelineView(story()),
     AcceptanceStrip(story()),
     AcceptanceStrip(story(), narrow=True),
+    LatencyWaterfall("Parts", [Latency("all", dict.fromkeys(COLOURS, 0.02))]),
+    OverlapBars(("for", "if"), (0.7, 0.3), (0.3, 0.7)),
 )
-"""Pictures with tints, and with white numbers on colours."""
+"""Pictures with tints, with white numbers on colours, and with letters on hatches."""
 
 
 @pytest.fixture(params=["light", "dark"])

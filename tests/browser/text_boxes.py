@@ -92,11 +92,12 @@ def open_pictures(page: Page, shown: list[Shown], plotly: Path) -> None:
 
 def faults(page: Page, width: int, theme: str) -> list[str]:
     """What is wrong in the open page at this width: texts on each other, texts or pictures that stick out, no paper."""
-    page.set_viewport_size({"width": width, "height": 800})
     page.evaluate("style => { document.body.style.cssText = style; }", f"margin:0 20px;background:{THEMES[theme]}")
-    page.evaluate(
-        "() => Promise.all([...document.querySelectorAll('.js-plotly-plot')].map(p => Plotly.Plots.resize(p)))"
-    )
+    if page.viewport_size["width"] != width:
+        page.set_viewport_size({"width": width, "height": 800})
+        page.evaluate(
+            "() => Promise.all([...document.querySelectorAll('.js-plotly-plot')].map(p => Plotly.Plots.resize(p)))"
+        )
     found = []
     for picture in page.evaluate(MEASURE):
         where = f"{picture['name']} ({picture['kind']}, {width} px, {theme})"

@@ -22,6 +22,14 @@ least => {
     return product;
   };
   const over = (behind, colour, alpha) => behind.map((old, i) => old * (1 - alpha) + colour[i] * alpha);
+  // Of a fill; of a hatch, which is a stripe on paper, the mean.
+  const painted = fill => {
+    if (!fill.includes("url")) return fill === "none" ? null : numbers(fill);
+    const rects = [...document.getElementById(fill.match(/#([^"')]+)/)[1]).querySelectorAll("rect")];
+    if (rects.length !== 2) return null;
+    const [paper, stripe] = rects.map(rect => numbers(getComputedStyle(rect).fill));
+    return over(paper, stripe, rects[1].width.baseVal.value / rects[0].width.baseVal.value);
+  };
   const low = [];
   for (const svg of document.querySelectorAll("svg[data-testid]")) {
     if (!svg.getBoundingClientRect().width) continue;
@@ -36,9 +44,9 @@ least => {
         if (!(shape.compareDocumentPosition(text) & Node.DOCUMENT_POSITION_FOLLOWING)) continue;
         const point = new DOMPoint(x, y).matrixTransform(shape.getScreenCTM().inverse());
         if (!shape.isPointInFill(point)) continue;
-        const style = getComputedStyle(shape);
-        if (style.fill === "none" || style.fill.includes("url")) continue;
-        const colour = numbers(style.fill), alpha = style.fillOpacity * opacity(shape, svg) * (colour[3] ?? 1);
+        const style = getComputedStyle(shape), colour = painted(style.fill);
+        if (!colour) continue;
+        const alpha = style.fillOpacity * opacity(shape, svg) * (colour[3] ?? 1);
         behind = over(behind, colour, alpha);
       }
       const own = getComputedStyle(text);

@@ -58,8 +58,13 @@ def tokens(llm: LLM, texts: Sequence[str], new_tokens: int) -> list[list[int]]:
 
 def mean_kl_to_float32(options: dict[str, Any], count: int = 2, chunk: int = 16) -> float:
     """Mean over tokens of KL(float32 cache ‖ this cache), held-out texts fed through the real cache in chunks."""
-    exact, got = (_logprobs(each, count, chunk) for each in ({}, options))
+    exact, got = _exact(count, chunk), _logprobs(options, count, chunk)
     return float((exact.exp() * (exact - got)).sum(-1).mean())
+
+
+@cache
+def _exact(count: int, chunk: int) -> Tensor:
+    return _logprobs({}, count, chunk)
 
 
 def _logprobs(options: dict[str, Any], count: int, chunk: int) -> Tensor:

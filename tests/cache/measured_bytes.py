@@ -112,7 +112,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
         ctypes.CDLL(None).mallopt(threshold, REUSED_BYTES)
-    for kind, name in {kind: name for name, kind in LAYOUTS.items()}.items():
+    for name, kind in LAYOUTS.items():
         if not (child := os.fork()):
             print(json.dumps({"layout": kind.__name__, **measure(*name)}), flush=True)
             os._exit(0)

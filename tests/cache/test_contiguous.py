@@ -12,7 +12,7 @@ from torch import Tensor
 from minillm import LLM, SamplingParams
 from minillm.batch import Batch
 from minillm.cache import sequence_rows as rows_module
-from minillm.cache.contiguous import ContiguousKVCache, best_rows
+from minillm.cache.contiguous import ALLOCATION_COST, COPY_COST, PADDING_COST, ContiguousKVCache, best_rows
 from minillm.cache.paged import PagedKVCache
 from minillm.trace import DraftProposed, RequestPreempted
 from tests.cache.runs import ENGINES, GREEDY, PROMPTS, PreemptingScheduler, draft_of, generated, paged
@@ -232,18 +232,15 @@ def test_bytes_are_as_claimed_and_nothing_stays(options: dict[str, Any]) -> None
     assert cache.num_bytes == tensor_bytes(cache) == 0
 
 
-def test_the_best_number_of_rows_minimises_the_model() -> None:
-    for n, copy, padding, allocation in [(20_000, 1.0, 1.0, 30.0), (50_000, 3.0, 1.0, 500.0), (10_000, 1.0, 0.2, 0.0)]:
+@pytest.mark.parametrize("n", [1_024, 20_000, 1_000_000])
+def test_the_best_number_of_rows_minimises_the_model(n: int) -> None:
+    def total(r: int) -> float:
+        return n * n / (2 * r) * COPY_COST + n * r / 2 * PADDING_COST + n / r * ALLOCATION_COST
 
-        def total(r: int) -> float:
-            return n * n / (2 * r) * copy + n * r / 2 * padding + n / r * allocation  # noqa: B023
-
-        best = min(range(1, 2000), key=total)
-        assert best_rows(n, copy, padding, allocation) == pytest.approx(best, abs=1)
-    assert best_rows(4_000_000) == pytest.approx(2 * best_rows(1_000_000), abs=2)
+    assert best_rows(n) == pytest.approx(min(range(1, 2000), key=total), abs=1)
 
 
 def test_the_best_number_of_rows_holds_a_round_of_drafts_and_never_exceeds_the_context() -> None:
-    assert best_rows(1024, copy_cost=0.0, allocation_cost=0.0) == 16
+    assert best_rows(100) == 16
     assert best_rows(9) == 9
     assert make({"growth": "every"})[1].rows_per_growth == best_rows(CONTEXT)

@@ -398,15 +398,11 @@ def test_notebook_that_runs_without_jupyterlab_does_not_miss_it(monkeypatch):
     assert checks.lab().status == "ok"
 
 
-def test_doctor_can_be_called_again_although_its_module_has_its_name():
-    code = "import minillm; minillm.doctor(); from minillm.doctor.report import Report; minillm.doctor()"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1])
-
-
 def test_the_doctor_looks_at_compilers_without_loading_them():
-    """They would stay in the memory of the lesson whose first cell called it."""
+    """They would stay in the memory of the lesson whose first cell called it. It can be called again, although its
+    package has its name."""
     look = "print({'numba', 'llvmlite', 'triton'} & set(sys.modules))"
-    code = f"import sys; from minillm.doctor.doctor import doctor; doctor(); {look}"
+    code = "import sys, minillm; minillm.doctor(); from minillm.doctor.report import Report; minillm.doctor(); " + look
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1], capture_output=True, text=True
     )

@@ -226,11 +226,25 @@ def test_a_cpu_says_nothing_where_the_machine_lacks_something(tiny: TinyPair, mo
         LLM(tiny.target, device="cpu")
 
 
-def test_a_gpu_that_falls_back_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(
-        UserWarning, match="the GPU runs plain PyTorch, which is correct but slower: Triton is missing; run"
-    ):
-        runner_plans.warn_of_fallback("GPU", "Triton is missing", "run `minillm doctor` for details")
+@pytest.mark.parametrize(
+    ("reason", "runs_kernels", "is_told"),
+    [("another format", True, False), ("an old GPU", False, True), (None, True, True)],
+    ids=["a layout", "the machine", "the compiler"],
+)
+def test_a_gpu_says_why_it_falls_back_unless_that_was_chosen(
+    reason: str | None, runs_kernels: bool, is_told: bool, tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_plans, "triton_runs", lambda device: runs_kernels)
+    monkeypatch.setattr(ModelRunner, "unsupported_reason", lambda self: reason)
+    monkeypatch.setattr(ModelRunner, "use_executor", lambda *_: "no compiler")
+    place = placement.Placement(torch.float32, torch.device("cuda"), may_move_weights=True)
+    plans = runner_plans.RunnerPlans(place, 16, PagedKVCache, CacheConfig(), CalibrationTexts(None))
+    plans.new_runner(load_model(tiny.target, torch.float32)).device = place.device
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        plans.use_executors(1, 64)
+    words = f"the GPU runs plain PyTorch, which is correct but slower: {reason or 'no compiler'}; run `minillm doctor`"
+    assert [str(warning.message).startswith(words) for warning in told] == [True] * is_told
 
 
 @pytest.mark.parametrize(
@@ -348,8 +362,8 @@ def test_a_cache_that_a_gpu_has_no_memory_for_is_told_with_what_is_free(
     two_gpus(monkeypatch)
     with pytest.raises(ConfigError) as told, runner_plans.memory_for(20, needed, torch.device("cuda:1")):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    expected = f"20 cache blocks need {needed / 2**20:,.0f} MiB, and cuda:1 has 1,024 MiB free; lower num_kv_blocks or"
-    assert str(told.value) == f"{expected} max_model_len"
+    expected = f"20 cache blocks need {needed / 2**20:,.0f} MiB, and cuda:1 has 1,024 MiB free; lower num_kv_blocks,"
+    assert str(told.value) == f"{expected} kv_cache_memory_bytes or max_model_len"
 
 
 def test_each_cache_is_on_the_device_of_its_model(tiny: TinyPair) -> None:

@@ -10,8 +10,7 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.errors import MinillmError
-from minillm.trace import Event, RequestFinished, StepFinished, StepRan, TokensCommitted
-from minillm.trace.step_metrics import step_metrics
+from minillm.trace import Event, RequestFinished, StepFinished, StepRan, StepStarted, TokensCommitted, request_metrics
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -41,6 +40,25 @@ def test_an_abort_by_a_listener_is_carried_out_after_the_step(tiny: TinyPair, ki
         (second.request_id, "length"),
     ]
     assert first.num_output_tokens == 3 and second.output_token_ids == alone
+
+
+def test_metrics_of_what_a_listener_has_aborted_are_not_kept_for_ever(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_metrics, "MAX_ENDED_PROMPTS", 2)
+    engine = LLM(str(tiny.target)).llm_engine
+
+    def abort(event: Event) -> None:
+        if isinstance(event, TokensCommitted):
+            engine.abort_request(event.request_id)
+
+    for number in range(6):
+        engine.add_request(f"{number}", PROMPTS[0], GREEDY)
+        with engine.trace() as trace:
+            trace.watch(abort)
+            engine.step()
+    assert not engine.has_unfinished_requests()
+    assert not engine.metrics.awaited and len(engine.metrics.requests) <= 3
 
 
 def test_an_abort_of_what_ends_in_the_same_step_is_without_effect(tiny: TinyPair) -> None:
@@ -88,4 +106,10 @@ def test_a_scheduler_may_let_a_step_pass(tiny: TinyPair, enforce_eager: bool) ->
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
     assert (len(trace.of(StepFinished)), len(trace.of(StepRan))) == (23, 12)
-    assert [metrics.num_committed_tokens for metrics in step_metrics(trace)] == [2, *[0, 2] * 11]
+    committed: list[int] = []
+    for event in trace:
+        if isinstance(event, StepStarted):
+            committed.append(0)
+        elif isinstance(event, TokensCommitted):
+            committed[-1] += len(event.token_ids)
+    assert committed == [2, *[0, 2] * 11]

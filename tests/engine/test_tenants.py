@@ -1,4 +1,8 @@
-"""Two tenants with salts of their own share one engine: nothing that one is shown may depend on the other's text."""
+"""Two tenants with salts of their own share one engine: nothing that one is shown may depend on the other's text.
+
+This holds without `adaptive`, as everything here runs; with it the number of drafts depends on how far those of all
+were accepted.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def settled(llm: LLM) -> None:
         ({"prompt": 5, "prompt_token_ids": [1]}, GREEDY, PromptError, "prompt=5 must be text"),
         ({"prompt_token_ids": [5] * 250}, GREEDY, PromptError, "250 prompt tokens and 12 new ones.*256"),
         ({"prompt_token_ids": [5] * 256}, SamplingParams(max_tokens=None), PromptError, "256"),
-        ({"prompt_token_ids": [5] * 100}, GREEDY, RequestTooLargeError, "needs 28 blocks.*the pool has 24"),
+        ({"prompt_token_ids": [5] * 90}, GREEDY, RequestTooLargeError, "needs 26 blocks.*has 24; lower max_tokens"),
+        ({"prompt_token_ids": [5] * 100}, GREEDY, RequestTooLargeError, "need 25 blocks.*has 24; shorten the prompt"),
     ],
 )
 def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(

@@ -64,3 +64,8 @@ def test_too_many_words_are_refused(tokenizer: Tokenizer, monkeypatch: pytest.Mo
     assert len(bad_word_token_ids(["return", "isinstance"], tokenizer)) == 3
     with pytest.raises(ConfigError, match="4 sequences of tokens; at most 3 are allowed"):
         bad_word_token_ids(["return", "self"], tokenizer)
+
+
+def test_a_word_that_is_given_often_counts_once(tokenizer: Tokenizer) -> None:
+    """As in vLLM."""
+    assert bad_word_token_ids(["return"] * 129, tokenizer) == bad_word_token_ids(["return"], tokenizer)

@@ -18,10 +18,11 @@ from minillm.request import Request
 from minillm.speculative.drafter import Drafter
 from minillm.speculative.long import LongDrafter
 from minillm.speculative.long_model import LongModel, LongShape
-from minillm.speculative.reading_drafter import ReadingDrafter, ReadingOptions
+from minillm.speculative.reading_drafter import ReadingDrafter
 from minillm.speculative.spire import SpireDrafter
 from minillm.speculative.spire_model import SpireModel, SpireShape
 from minillm.speculative.target_parts import TargetParts
+from minillm.speculative.trained_drafter import TrainedOptions
 from minillm.trace import BlocksShared, RequestPreempted
 from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
 from tests.conftest import TEXTS, random_model
@@ -70,7 +71,7 @@ def method(cls: type[ReadingDrafter], make: Callable[[Decoder], nn.Module]) -> M
         return own(context.target, make(context.target.model), context.options.draft_sample_method == "greedy")
 
     # Nothing is loaded, so there is no folder to be checked.
-    return type(cls.__name__, (cls,), {"build": classmethod(build), "Options": ReadingOptions})
+    return type(cls.__name__, (cls,), {"build": classmethod(build), "Options": TrainedOptions})
 
 
 def target_of(folder: Path, layers: int, sliding_window: int | None = None) -> str:

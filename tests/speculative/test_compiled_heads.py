@@ -100,17 +100,16 @@ def test_an_embedding_with_more_rows_than_the_vocabulary() -> None:
 def test_weights_of_every_float_type(kind: str, of_heads: str) -> None:
     """In 16 bits W D is rounded too, so the argmax may differ where two logits are close: only products before it are
     compared there."""
-    target, network = random_model(PLAIN), random_heads(SHAPE)
-    for module, dtype in ((target, KINDS[kind]), (network, KINDS[of_heads])):
-        for parameter in module.parameters():
-            parameter.copy_(parameter.to(dtype))
+    target, network = random_model(PLAIN, numbers=KINDS[kind]), random_heads(SHAPE)
+    for parameter in network.parameters():
+        parameter.copy_(parameter.to(KINDS[of_heads]))
     plain, fast = both(target, network)
     given = inputs(3, SHAPE.hidden_size)
     right, got = (each.begin(*given, [4, 4, 4], 0, 0.0) for each in (plain, fast))
     assert float((got.logits - right.logits).norm()) <= 1e-5 * float(right.logits.norm())
-    assert fast.weights.panels.itemsize == (4 if of_heads == "float32" else 2)
+    assert fast.weights.panels.itemsize == 2
     pairs = zip(plain.draft_argmax(*given, [4] * 3, 0.0), fast.draft_argmax(*given, [4] * 3, 0.0), strict=True)
-    assert sum(a == b for a, b in pairs) >= (3 if of_heads == "float32" else 1)
+    assert any(a == b for a, b in pairs)
 
 
 @pytest.mark.parametrize(("scheme", "tolerance"), [(Int8(), 1e-4), (W8A8(), 3e-2)], ids=["int8", "w8a8"])

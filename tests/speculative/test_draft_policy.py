@@ -25,7 +25,7 @@ from minillm.speculative.adaptive_drafts import (
 from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
 from minillm.speculative.step_costs import StepCosts, isotonic_costs
 from minillm.speculative.step_times import SETTLING_STEPS
-from minillm.trace import DraftsPlanned, StepRan
+from minillm.trace import DraftProposed, DraftsPlanned, StepRan
 from tests.conftest import TinyPair
 from tests.speculative.three_tokens import expected_triples, p_of_triples
 
@@ -478,7 +478,7 @@ def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(
     assert log[11:] == [2, "told"]
     engine.step()
     engine.abort(first.request_id)
-    assert held == [9, 9, 2, 9, 1] and not engine.scheduler.steps_since_plan  # nothing is left for another policy
+    assert held == [9, 9, 2, 9, 1] and not engine.scheduler._steps_since_plan  # nothing is left for another policy
     engine.step()
     engine.step()
     assert log[13:] == [1, "told"]
@@ -626,6 +626,41 @@ def test_a_step_with_the_first_drafts_of_a_request_is_not_compared() -> None:
         policy.judged(request, 4, 4, 4)
         policy.step_finished({request: 4}, 5, 3, 50.0 if step == STEPS_IN_TURN else 1.0)
     assert policy._overhead.num_steps == STEPS_IN_TURN - 1
+
+
+@pytest.mark.parametrize("why", ["pause", "preemption"])
+def test_a_step_in_which_the_drafter_reads_what_it_has_missed_is_not_compared(why: str) -> None:
+    policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
+    for _ in range(STEPS_IN_TURN):
+        policy.step_finished({}, 1, 3, 1.0)
+    for step in range(2 * STEPS_IN_TURN):
+        policy.plan([request], 1)
+        if step == STEPS_IN_TURN and why == "pause":
+            request.token_ids += [1] * SHORTEST_PAUSE
+        if step == STEPS_IN_TURN and why == "preemption":
+            request.drop_cache()
+        request.token_ids += [1] * 5
+        policy.judged(request, 4, 4, 4)
+        policy.step_finished({request: 4}, 5, 3, 50.0 if step in (0, STEPS_IN_TURN) else 1.0)
+    assert policy._overhead.num_steps == 2 * STEPS_IN_TURN - 2
+
+
+def test_a_draft_model_that_makes_no_draft_is_soon_asked_no_more(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never is as sure as `min_survival` wants, and each of its forwards is lost."""
+    costs = StepCosts({1: 1.0, 64: 2.0}, 0.0, 0.2, 0.2)
+    monkeypatch.setattr("minillm.engine.assembly.measure", lambda *_: costs)
+    given = {"method": "draft_model", "model": str(tiny.draft), "min_survival": 1.0, "adaptive": True}
+    llm = LLM(str(tiny.target), speculative_config=given)
+    asked, propose = list[int](), llm.engine.drafter.propose
+    monkeypatch.setattr(llm.engine.drafter, "propose", lambda *args: asked.append(len(args[0])) or propose(*args))
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    with llm.trace() as trace:
+        for prompt in ("def f(", "import os"):
+            llm.generate(prompt, params, use_tqdm=False)
+    assert not any(event.token_ids for event in trace.of(DraftProposed))
+    assert 0 < len(asked) <= 2 * PLAN_STEPS
 
 
 def test_the_first_steps_behind_drafts_are_not_what_steps_without_take() -> None:

@@ -41,10 +41,11 @@ def tokens(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["pytorch", "compiled"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
-@pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_greedy_tokens_are_the_plain_ones(tiny: TinyPair, block_size: int, kv_cache_dtype: str, eager: bool) -> None:
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("number", range(3))
+def test_greedy_tokens_are_the_plain_ones(tiny: TinyPair, number: int, place: int) -> None:
+    """Every size of a block with every kind of cache, and both with plain PyTorch and with compiled steps."""
+    block_size, kv_cache_dtype, eager = (1, 5, 16)[number], ("auto", "int8", "int4")[place], number != place
     options: dict[str, Any] = {
         "block_size": block_size, "kv_cache_dtype": kv_cache_dtype, "enforce_eager": eager,
     }  # fmt: skip
@@ -317,6 +318,8 @@ def test_a_model_with_a_sliding_window_has_no_trees(tiny: TinyPair, tmp_path: Pa
     target = target_of(tmp_path, 1, sliding_window=6)
     with pytest.raises(UnsupportedError, match=r"'draft_tree' drafts trees, .* sliding window \(here 6 tokens\)"):
         LLM(target, speculative_config={"method": "draft_tree", "model": target})
+    with pytest.raises(UnsupportedError, match=r"the draft model .* sliding window \(here 6 tokens\)"):
+        LLM(target_of(tmp_path / "whole", 1), speculative_config={"method": "draft_tree", "model": target})
     llm = LLM(target, speculative_config={"method": Odd, "num_speculative_tokens": 4})
     llm.engine.drafter.draft = Draft([1, 2], parents=[-1, -1])
     with pytest.raises(UnsupportedError, match=r"Odd drafted a tree, .* sliding window"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import pytest
@@ -90,6 +90,25 @@ def test_a_verdict_counts_for_the_method_that_proposed() -> None:
     policy.judged(other, 4, 2, 0)
     assert policy.second.survival(other)[0] < before[1]
     assert policy.second._made(other)[1] == 1.0 > policy.second._made(other)[2]  # of at most three
+
+
+def test_a_round_without_drafts_counts_for_a_model_that_was_asked_and_never_for_a_lookup() -> None:
+    drafter, policy = both(0, 0)
+    drafter.second.lengths = (0, 0)
+    one, other = a_request("one"), a_request("other")
+    before = policy.first.survival(one)
+    drafter.limits.update({one: (4, 3), other: (4, 0)})
+    drafter.propose([one, other], [4, 4])
+    assert policy.counts_without_draft(one) and not policy.counts_without_draft(other)
+    policy.judged(one, 4, 0, 0)
+    assert policy.second.survival(one)[0] < before[0] and policy.first.survival(one) == before
+    told: list[Mapping[Request, int]] = []
+    policy.first.step_finished = lambda drafts, *_: told.append(drafts)
+    policy.second.step_finished = lambda drafts, *_: told.append(drafts)
+    policy.step_finished({one: 0}, 2, 0, 9.0)
+    assert told == [{one: 0}]
+    added = DEAR.draft(1, 1) / DEAR.target(2, 0)
+    assert policy.added_seconds({one: 0}, 2, 0) == pytest.approx(added * DEAR.target(2, 0))
 
 
 def test_the_one_that_is_silenced_is_not_asked_for_the_requests_of_the_other() -> None:

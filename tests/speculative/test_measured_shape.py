@@ -19,6 +19,8 @@ from minillm.trace import DraftProposed, TokensCommitted
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+MANY = 99
+"""More nodes than any of these trees may have."""
 
 
 def request(salt: str = "", params: SamplingParams = GREEDY) -> Request:
@@ -44,11 +46,11 @@ def verdict_of(shape: TreeShape, acceptance: list[float], generator: random.Rand
 def test_after_some_hundred_verdicts_the_tree_is_nearly_the_best_there_is(acceptance: list[float]) -> None:
     generator, learning, asked = random.Random(1), shapes(), request()
     for _ in range(600):
-        shape = learning.shape_for(asked)
+        shape = learning.shape_for(asked, MANY)
         learning.judged(asked, shape.parents, verdict_of(shape, acceptance, generator))
     truth = [chances_of_ranks(acceptance + [0.0] * 5)]
     best = expected_tokens(best_shape(truth, 12, 6), truth)
-    assert expected_tokens(learning.shape_for(asked), truth) > 0.97 * best
+    assert expected_tokens(learning.shape_for(asked, MANY), truth) > 0.97 * best
 
 
 def test_an_estimate_moves_from_the_prior_to_what_was_counted() -> None:
@@ -71,11 +73,11 @@ def test_a_level_that_is_different_is_learnt_as_different() -> None:
 
 def test_tenants_and_temperatures_do_not_learn_from_each_other() -> None:
     learning, alice, bob = shapes(), request("alice"), request("bob")
-    before = learning.shape_for(bob)
+    before = learning.shape_for(bob, MANY)
     for _ in range(200):
         learning.judged(alice, [-1, -1], [])
-    assert learning.shape_for(alice) != before == learning.shape_for(bob)
-    assert learning.shape_for(request("alice", SamplingParams(temperature=1))) == before
+    assert learning.shape_for(alice, MANY) != before == learning.shape_for(bob, MANY)
+    assert learning.shape_for(request("alice", SamplingParams(temperature=1)), MANY) == before
 
 
 def test_only_so_many_salts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,16 +90,16 @@ def test_only_so_many_salts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_where_no_draft_pays_one_is_made_all_the_same() -> None:
     learning = MeasuredShapes(8, 4, 0.0, lambda rows: float(rows**3))
-    assert learning.shape_for(request()) == TreeShape((-1,))
+    assert learning.shape_for(request(), MANY) == TreeShape((-1,))
 
 
 def test_where_fewer_nodes_are_allowed_the_tree_is_the_best_one_of_that_size(tiny: TinyPair) -> None:
     """A second level pays if it has many nodes. Of two nodes it would hold one."""
     learning = MeasuredShapes(14, 4, 0.35, lambda rows: 1.0)
-    whole = learning.shape_for(request())
+    whole = learning.shape_for(request(), 14)
     assert whole.num_levels == 2 and whole.cut(2).parents == (-1, 0)
     assert learning.shape_for(request(), 2).parents == (-1, -1)
-    assert learning.shape_for(request(), 99) == learning.shape_for(request()) == whole
+    assert learning.shape_for(request(), MANY) == whole
     options = {"method": "draft_tree", "model": str(tiny.draft), "tree_shape": "measured", "tree_draft_cost": 0.35}
     llm = LLM(str(tiny.target), speculative_config={**options, "num_speculative_tokens": 2, "adaptive": False})
     with llm.trace() as trace:
@@ -129,7 +131,7 @@ def test_a_tree_learns_from_the_engines_verdicts(tiny: TinyPair) -> None:
     drafter.greedy = True
     for _ in range(300):
         drafter.judged(request(), Draft([1, 2, 3], parents=[-1, -1, -1]), Verdict([9], 0, []))
-    assert drafter.shapes.shape_for(request()).num_levels < 5
+    assert drafter.shapes.shape_for(request(), MANY).num_levels < 5
 
 
 def test_a_tree_learns_from_the_verdicts_on_chains() -> None:
@@ -170,8 +172,8 @@ def test_a_seed_of_ones_own_gets_the_shape_from_before_anything_was_measured() -
     learning, generator = shapes(), random.Random(2)
     seeded = request(params=SamplingParams(temperature=1.0, seed=1))
     other = request(params=SamplingParams(temperature=1.0))
-    before = learning.shape_for(seeded).parents
+    before = learning.shape_for(seeded, MANY).parents
     for _ in range(300):
-        shape = learning.shape_for(other)
+        shape = learning.shape_for(other, MANY)
         learning.judged(other, shape.parents, verdict_of(shape, [0.05, 0.05, 0.9], generator))
-    assert learning.shape_for(other).parents != before == learning.shape_for(seeded).parents
+    assert learning.shape_for(other, MANY).parents != before == learning.shape_for(seeded, MANY).parents

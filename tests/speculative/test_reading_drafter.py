@@ -16,8 +16,7 @@ from minillm.errors import CheckpointError, ConfigError
 from minillm.models import bundled
 from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.models.loading import load_model
-from minillm.speculative.reading_drafter import ReadingOptions
-from minillm.speculative.trained_drafter import drafter_config, save_drafter
+from minillm.speculative.trained_drafter import TrainedOptions, drafter_config, save_drafter
 from minillm.trace import DraftProposed, TokensCommitted
 from minillm.training.trained_drafters import TRAINED
 from tests.conftest import TinyPair
@@ -182,4 +181,4 @@ def test_a_folder_with_a_wrong_shape_is_refused(
 
 def test_an_unknown_way_to_sample_is_refused() -> None:
     with pytest.raises(ConfigError, match="draft_sample_method='best'"):
-        ReadingOptions(draft_sample_method="best")
+        TrainedOptions(draft_sample_method="best")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -45,6 +46,23 @@ def test_costs_are_those_of_the_machine(tiny: TinyPair, monkeypatch: pytest.Monk
     for name in ("context_token", "context_row", "first_draft", "next_draft", "next_request", "context_draft"):
         assert getattr(costs, name) == pytest.approx(getattr(TRUE, name)), name
     assert costs.forward[5] - costs.forward[1] == pytest.approx(TRUE.target(5, 64, 5) - TRUE.target(1, 64))
+
+
+def test_without_room_for_a_long_text_nothing_is_known_of_its_costs(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The long text would be the short one, and the difference of two measurements no price of a token."""
+    draw = random.Random(1)
+    monkeypatch.setattr(
+        step_costs,
+        "_time_in_turn",
+        lambda runs, plain, drafting: {name: seconds(run) * draw.uniform(0.98, 1.02) for name, run in runs.items()},
+    )
+    options = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 4, "adaptive": True}
+    llm = LLM(str(tiny.target), device="cpu", speculative_config=options, num_kv_blocks=24)
+    costs = llm.llm_engine.engine.scheduler.draft_policy.policy.costs
+    assert costs.context_token == costs.context_row == costs.context_draft == 0
+    assert costs.first_draft == pytest.approx(TRUE.draft(1, 1, 64), rel=0.1)
 
 
 class Cold:

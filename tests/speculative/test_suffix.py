@@ -18,6 +18,7 @@ from minillm.speculative.suffix import (
     OutputHistory,
     OutputHistoryBySalt,
     SuffixDrafter,
+    SuffixOptions,
     continuations,
     most_probable_path,
 )
@@ -32,6 +33,11 @@ ENDED = None
 def request(name: str, prompt: Sequence[int], output: Sequence[int] = (), salt: str = "") -> Request:
     tokens = [*prompt, *output]
     return Request(name, "", tokens, len(prompt), SamplingParams(), max_tokens=1000, seed=0, cache_salt=salt)
+
+
+def new_drafter(**options: float) -> SuffixDrafter:
+    """With these options, given without their prefix."""
+    return SuffixDrafter(SuffixOptions(**{f"suffix_decoding_{name}": value for name, value in options.items()}))
 
 
 def guess(drafter: SuffixDrafter, request: Request, most: int = 8) -> list[int]:
@@ -93,7 +99,7 @@ def test_guesses_are_those_of_the_definition(
     own: list[int], outputs: list[list[int]], most: int, depth: int, factor: Fraction, least: float
 ) -> None:
     """The longest match of each source, its latest places, the majority's path; of the sources, the better."""
-    drafter = SuffixDrafter(depth, 1000, float(factor), least)
+    drafter = new_drafter(max_tree_depth=depth, max_spec_factor=float(factor), min_token_prob=least)
     for i, output in enumerate(outputs):
         drafter.request_finished(request(f"earlier {i}", [9], output))
     assert guess(drafter, request("0", own), most) == by_definition(own, outputs, most, depth, factor, least)
@@ -103,13 +109,13 @@ def test_guesses_are_those_of_the_definition(
 @given(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=4), min_size=1, max_size=25))
 def test_requests_that_grow_side_by_side_are_guessed_as_each_alone(steps: list[list[int]]) -> None:
     """What is entered bit by bit, in any order and with others around, is what is entered at once."""
-    together = SuffixDrafter(max_cached_requests=0)
+    together = new_drafter(max_cached_requests=0)
     requests = [request("a", [1]), request("b", [2, 1])]
     for number, step in enumerate(steps):
         requests[number % 2].token_ids.extend(step)
         drafts = together.propose(requests, [5, 3])
         for one, most, draft in zip(requests, (5, 3), drafts, strict=True):
-            assert draft.token_ids == guess(SuffixDrafter(max_cached_requests=0), one, most)
+            assert draft.token_ids == guess(new_drafter(max_cached_requests=0), one, most)
         requests.reverse()
 
 
@@ -121,7 +127,7 @@ def test_a_request_with_its_own_seed_does_not_depend_on_what_ran_before(tiny: Ti
 
 
 def test_a_request_that_lost_its_blocks_leaves_nothing_in_the_drafter() -> None:
-    drafter, one = SuffixDrafter(), request("a", [1, 2, 1, 2])
+    drafter, one = new_drafter(), request("a", [1, 2, 1, 2])
     first = guess(drafter, one)
     drafter.request_dropped(one)
     assert drafter._own == {} and drafter._earlier.num_outputs == 0
@@ -132,8 +138,8 @@ def test_a_request_that_lost_its_blocks_leaves_nothing_in_the_drafter() -> None:
 
 
 def test_new_text_is_not_guessed() -> None:
-    assert guess(SuffixDrafter(), request("0", range(1, 50))) == []
-    assert guess(SuffixDrafter(), request("0", [])) == []
+    assert guess(new_drafter(), request("0", range(1, 50))) == []
+    assert guess(new_drafter(), request("0", [])) == []
 
 
 def test_a_longer_match_is_trusted_further() -> None:
@@ -141,40 +147,40 @@ def test_a_longer_match_is_trusted_further() -> None:
     for matched in range(1, 5):
         context = request("0", [*text, 0, *text[:matched]])
         for factor in (0.5, 1.0, 2.0):
-            drafted = guess(SuffixDrafter(max_spec_factor=factor), context, most=7)
+            drafted = guess(new_drafter(max_spec_factor=factor), context, most=7)
             assert drafted == text[matched : matched + min(7, int(factor * matched))]
 
 
 def test_a_factor_that_is_not_a_binary_fraction_loses_no_token() -> None:
     """0.29 · 100 is 28.999… in floating point."""
     text = list(range(1, 201))
-    drafter = SuffixDrafter(max_tree_depth=100, max_spec_factor=0.29)
+    drafter = new_drafter(max_tree_depth=100, max_spec_factor=0.29)
     assert len(guess(drafter, request("0", [*text, *text[:100]]), most=60)) == 29
 
 
 def test_matches_end_at_the_greatest_depth() -> None:
     text = list(range(1, 60))
-    assert len(guess(SuffixDrafter(max_tree_depth=6), request("0", [*text, *text[:40]]), most=60)) == 6
+    assert len(guess(new_drafter(max_tree_depth=6), request("0", [*text, *text[:40]]), most=60)) == 6
 
 
 def test_the_majority_decides_and_the_latest_of_equals() -> None:
     many = [5, 1, 6, 5, 1, 7, 5, 2, 8]
-    assert guess(SuffixDrafter(), request("0", [*many, 5])) == [1]
-    assert guess(SuffixDrafter(), request("0", [5, 1, 0, 5, 2, 9, 5])) == [2]
-    assert guess(SuffixDrafter(), request("0", [5, 2, 0, 5, 1, 9, 5])) == [1]
+    assert guess(new_drafter(), request("0", [*many, 5])) == [1]
+    assert guess(new_drafter(), request("0", [5, 1, 0, 5, 2, 9, 5])) == [2]
+    assert guess(new_drafter(), request("0", [5, 2, 0, 5, 1, 9, 5])) == [1]
 
 
 def test_a_guess_ends_where_it_becomes_unlikely() -> None:
     """After `8 9` came `1` in three of four places, and then three different tokens: P = 3/4, 1/4, 1/4."""
     text = [8, 9, 1, 2, 2, 21, 8, 9, 1, 3, 3, 22, 8, 9, 5, 5, 5, 23, 8, 9, 1, 4, 4, 24, 8, 9]
     for least, drafted in ((0.8, []), (0.75, [1]), (0.26, [1]), (0.25, [1, 4, 4])):
-        assert guess(SuffixDrafter(max_spec_factor=1.5, min_token_prob=least), request("0", text)) == drafted
+        assert guess(new_drafter(max_spec_factor=1.5, min_token_prob=least), request("0", text)) == drafted
 
 
 def test_a_loop_is_guessed_beyond_its_own_length() -> None:
     """The place three tokens back is three tokens from the end of the text, and the guess is eight long."""
-    assert guess(SuffixDrafter(), request("0", [0, *[1, 2, 3] * 5])) == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert guess(SuffixDrafter(max_spec_factor=8), request("0", [0, 4, 4])) == [4] * 8
+    assert guess(new_drafter(), request("0", [0, *[1, 2, 3] * 5])) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert guess(new_drafter(max_spec_factor=8), request("0", [0, 4, 4])) == [4] * 8
 
 
 def test_score_is_the_sum_of_the_paths_probabilities() -> None:
@@ -185,7 +191,7 @@ def test_score_is_the_sum_of_the_paths_probabilities() -> None:
 
 def test_the_source_with_the_higher_score_is_taken() -> None:
     """Earlier outputs match three tokens, the request itself one; then it is the other way round."""
-    drafter = SuffixDrafter()
+    drafter = new_drafter()
     drafter.request_finished(request("a", [0], [1, 2, 3, 7, 7, 7]))
     assert guess(drafter, request("b", [3, 8, 0, 1, 2, 3])) == [7, 7, 7]
     assert guess(drafter, request("c", [9, 5, 3, 8, 8, 6, 9, 5, 3])) == [8, 8, 6]
@@ -196,7 +202,7 @@ def test_the_source_with_the_higher_score_is_taken() -> None:
 
 
 def test_a_finished_request_leaves_its_output_and_nothing_else() -> None:
-    drafter = SuffixDrafter()
+    drafter = new_drafter()
     first = request("a", [1, 2, 3, 4], [5, 6, 7, 8])
     guess(drafter, first)
     assert guess(drafter, request("b", [5, 6])) == []
@@ -208,7 +214,7 @@ def test_a_finished_request_leaves_its_output_and_nothing_else() -> None:
 
 
 def test_a_request_that_never_drafted_is_shared_too() -> None:
-    drafter = SuffixDrafter()
+    drafter = new_drafter()
     drafter.request_finished(request("aborted while it waited", [1, 2, 3]))
     drafter.request_finished(request("one token", [1], [2]))
     drafter.request_finished(request("a", [1], [4, 5, 6, 7]))
@@ -217,7 +223,7 @@ def test_a_request_that_never_drafted_is_shared_too() -> None:
 
 def test_an_id_that_comes_back_starts_afresh() -> None:
     """Even if the earlier request with this id was never reported as ended."""
-    drafter = SuffixDrafter(max_cached_requests=0)
+    drafter = new_drafter(max_cached_requests=0)
     assert guess(drafter, request("a", [1, 2, 3, 1])) == [2]
     assert guess(drafter, request("a", [1, 5, 6, 1, 5])) == [6, 1]
 
@@ -226,7 +232,7 @@ def known(outputs: OutputHistory, texts: list[list[int]]) -> list[bool]:
     return [any(trie.longest_match(text[:2])[0] == 2 for trie in outputs.tries) for text in texts]
 
 
-@pytest.mark.parametrize("most", range(9))
+@pytest.mark.parametrize("most", range(1, 9))
 def test_no_more_outputs_are_kept_than_allowed(most: int) -> None:
     """And the latest half always is."""
     texts = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(1, 30)]
@@ -242,7 +248,7 @@ def test_no_more_outputs_are_kept_than_allowed(most: int) -> None:
 
 
 def test_what_a_request_said_is_found_by_its_own_salt_only() -> None:
-    drafter = SuffixDrafter()
+    drafter = new_drafter()
     drafter.request_finished(request("a", [0], [1, 2, 3, 7, 8, 9], "alice"))
     drafter.request_finished(request("b", [0], [1, 2, 3, 4, 5, 6], "bob"))
     tenants = ("alice", "bob", "carol", "")
@@ -285,7 +291,7 @@ def test_an_interrupt_anywhere_leaves_right_guesses(
     """In `request_finished`, after its first line, and in `propose`. An output is then kept whole or not at all."""
     files = ("suffix.py", "suffix_trie.py")
     other = [3, 1, 2, 3, 3, 1]
-    drafter, first, second = SuffixDrafter(4, 1000), request("a", [9], output), request("b", own)
+    drafter, first, second = new_drafter(max_tree_depth=4), request("a", [9], output), request("b", own)
     drafter.request_finished(request("c", [9], other))
     drafter.propose([first], [4])
     ended = not interrupted(lambda: drafter.request_finished(first), line_of_end, files)

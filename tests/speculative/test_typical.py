@@ -35,7 +35,7 @@ def test_text_follows_the_draft_instead_of_the_target() -> None:
     drawn = [rejection_sample([[1]], [None], p, [seed], [0], rule)[0].token_ids[0] for seed in range(200)]
     exact = [rejection_sample([[1]], [None], p, [seed], [0])[0].token_ids[0] for seed in range(200)]
     assert set(drawn) == {1}
-    assert 50 < sum(exact) < 110  # 80 are expected; outside once in 10^4 for random seeds, and these are fixed
+    assert 50 < sum(exact) < 110  # 80 are expected; outside once in 50,000 runs for random seeds, and these are fixed
 
 
 def test_greedy_text_is_the_targets(tiny: TinyPair) -> None:
@@ -64,7 +64,8 @@ def test_sampled_text_is_another_than_that_of_the_exact_rule(tiny: TinyPair) -> 
         ({"lossy": False}, "changes the distribution .* add 'lossy': True"),
         ({"rejection_sample_method": "block"}, "lossy=True is for rejection_sample_method='typical'"),
         ({"rejection_sample_method": "standard", "lossy": False, "posterior_alpha": 0.2}, "posterior_alpha=0.2 is for"),
-        ({"posterior_threshold": 0}, "posterior_threshold=0 must be a number above 0 and at most 1"),
+        ({"posterior_threshold": 0}, "posterior_threshold=0 must be a number above 0 and below 1"),
+        ({"posterior_threshold": 1}, "posterior_threshold=1 must be a number above 0 and below 1"),
         ({"posterior_alpha": "much"}, "posterior_alpha='much' must be a number above 0"),
     ],
 )

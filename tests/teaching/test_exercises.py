@@ -67,15 +67,21 @@ def test_has_two_wrong_versions_and_different_hints(exercise: Exercise):
     assert len({hint.strip() for hint in exercise.hints if hint.strip()}) == len(exercise.hints)
 
 
-@every_wrong_version
-def test_wrong_version_fails_and_the_message_names_the_mistake(exercise: Exercise, wrong, monkeypatch):
+def interpret_once(exercise: Exercise, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreting a kernel takes long: let a check take the answers of a wrong version from its planted mistake."""
     key = key_of(exercise.name)
-    if isinstance(wrong.function, LazyKernel):  # interpreting takes long: its answers are those of the planted mistake
-        number, places = exercise.wrong.index(wrong), {id(case): place for place, case in enumerate(key.cases)}
+    if isinstance(exercise.wrong[number].function, LazyKernel):
+        places = {id(case): place for place, case in enumerate(key.cases)}
         monkeypatch.setattr(
             "minillm.teaching.check_function.call",
             lambda exercise, function, case: key.planted(number, places[id(case)]),
         )
+
+
+@every_wrong_version
+def test_wrong_version_fails_and_the_message_names_the_mistake(exercise: Exercise, wrong, monkeypatch):
+    key = key_of(exercise.name)
+    interpret_once(exercise, exercise.wrong.index(wrong), monkeypatch)
     result = check_function(exercise, wrong.function, key=key)
     assert result.status is Status.FAILED
     assert (wrong.expected_message or wrong.description) in str(result), str(result)
@@ -114,7 +120,8 @@ def test_making_the_cases_leaves_the_random_numbers_of_the_notebook_alone(exerci
 
 
 @every_exercise
-def test_report_of_a_failure_is_the_same_twice(exercise: Exercise):
+def test_report_of_a_failure_is_the_same_twice(exercise: Exercise, monkeypatch):
     answer = exercise.wrong[0].function
     key = key_of(exercise.name)
+    interpret_once(exercise, 0, monkeypatch)
     assert str(check_function(exercise, answer, key=key)) == str(check_function(exercise, answer, key=key))

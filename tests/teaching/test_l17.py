@@ -3,6 +3,8 @@ named."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -135,8 +137,20 @@ def by_blocks(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
     return y.flatten(1)
 
 
-def test_a_product_block_by_block_passes() -> None:
-    assert check_function("l17.blast_apply", by_blocks).passed
+def s_times_u_first(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    scaled = u[:, None] * s[:, :, None]
+    latents = torch.einsum("njq,jqr->njr", x.unflatten(1, (len(v), -1)), v)
+    return torch.einsum("ijpr,njr->nip", scaled, latents).flatten(1)
+
+
+def s_times_v_first(x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    mixed = torch.einsum("njq,ijqr->nir", x.unflatten(1, (len(v), -1)), s[:, :, None] * v)
+    return torch.einsum("ipr,nir->nip", u, mixed).flatten(1)
+
+
+@pytest.mark.parametrize("product", [by_blocks, s_times_u_first, s_times_v_first])
+def test_a_product_without_blocks_of_the_matrix_passes(product: Callable[..., Tensor]) -> None:
+    assert check_function("l17.blast_apply", product).passed
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -113,10 +113,23 @@ def test_an_interrupted_build_leaves_no_half_of_a_notebook(tmp_path, monkeypatch
 
 def test_new_prose_does_not_replace_measurements(course, no_kernel):
     [before] = outputs_of(read(course / SOLUTION), "print(measured)")
-    edit(course / SOURCE, "Everything the build", "Hello. Everything the build")
+    for old, new in (
+        ("Everything the build", "Hello. Everything the build"),
+        ("Twice each number", "Two times each number"),
+        ("A bar of length 2", "One bar of length 2"),
+        ("print(measured)", "print(measured)  # again"),
+    ):
+        edit(course / SOURCE, old, new)
     build(course)
     assert [before] == outputs_of(read(course / SOLUTION), "print(measured)")
     assert "Hello" in read(course / LESSON).cells[0].source
+
+
+def test_new_code_replaces_measurements(course, no_kernel):
+    [before] = outputs_of(read(course / SOLUTION), "print(measured)")
+    edit(course / SOURCE, "return [2 * n for n in numbers]\n    ###", "return [n * 2 for n in numbers]\n    ###")
+    build(course)
+    assert [before] != outputs_of(read(course / SOLUTION), "print(measured)")
 
 
 def test_fresh_notebooks_pass_the_check(course):

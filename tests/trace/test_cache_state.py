@@ -362,14 +362,14 @@ def test_an_id_that_is_used_again_is_another_request(tiny: TinyPair) -> None:
     llm = LLM(str(tiny.target), enforce_eager=True)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with llm.trace() as trace:
-        for name in ("a", "a", "b"):
+        for name in ("a", "b", "a"):
             llm.llm_engine.add_request(name, name, params)
             while llm.llm_engine.has_unfinished_requests():
                 llm.llm_engine.step()
     cache, accepted = CacheState().fold_all(trace.events), AcceptanceState().fold_all(trace.events)
     timeline = TimelineState().fold_all(trace.events).timeline
-    assert [cache.requests[name].index for name in ("a", "b")] == [1, 2]
-    assert [accepted.requests[name].index for name in ("a", "b")] == [1, 2]
+    for state in (cache, accepted):
+        assert [(name, request.index) for name, request in state.requests.items()] == [("b", 1), ("a", 2)]
     assert [row.index for row in timeline.rows] == [0, 1, 2]
     assert len(accepted.total().tokens) == 9
 

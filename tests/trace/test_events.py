@@ -36,7 +36,6 @@ from minillm.trace import (
 )
 from minillm.trace.events import SCHEMA
 from minillm.trace.static_batching import jobs_of
-from minillm.trace.step_metrics import step_metrics
 from minillm.trace.timeline_state import TimelineState
 from minillm.viz import AcceptanceStrip, CachePagesView, TimelineView
 from tests.conftest import TinyPair
@@ -141,7 +140,6 @@ FOLDS: list[Callable[[Trace], object]] = [
     lambda trace: CachePagesView(trace).to_svg(),
     lambda trace: TimelineView(trace).to_svg(),
     lambda trace: AcceptanceStrip(trace).to_svg(),
-    step_metrics,
     lambda trace: jobs_of(TimelineState().fold_all(trace).timeline),
 ]
 

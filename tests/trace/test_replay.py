@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
 
@@ -22,6 +24,22 @@ def test_going_forward_folds_only_the_events_in_between():
     replay = Replay(trace, Counted)
     assert [replay.at(step).step for step in range(1, 10)] == list(range(1, 10))
     assert len(folded) == len(trace)
+
+
+def test_an_interrupt_while_events_are_folded_counts_none_twice():
+    class Interrupted(CacheState):
+        at = 40
+
+        def fold(self, event):
+            super().fold(event)
+            Interrupted.at -= 1
+            if not Interrupted.at:
+                raise KeyboardInterrupt
+
+    replay = Replay(story(), Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replay.at()
+    assert replay.at().totals == Replay(story(), CacheState).at().totals
 
 
 def test_another_thread_does_not_move_the_state_that_this_one_draws():

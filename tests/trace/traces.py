@@ -122,6 +122,11 @@ class Script:
                 self._finish(part)
         emit(StepFinished(self.step_number, 0.02, 0.004, 0.015, len(self.free)))
 
+    def interrupt(self, request_id):
+        """An interrupted step costs `request_id` its blocks."""
+        self._free(request_id, list(self.books[request_id].table), "interrupted")
+        self.books[request_id].num_computed = 0
+
     def share(self, request_id, other):
         """In the next step `request_id` starts on the full blocks that `other` has, or had: a shared prefix."""
         theirs = self.books[other]

@@ -33,7 +33,7 @@ from minillm.cache.base import KVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.models.decoder import Decoder
-from minillm.models.quantize import quantize_model
+from minillm.models.quantize import quantize_model, quantize_unembedding
 from minillm.quantization.int8 import Int8
 from minillm.runtime.runner import ModelRunner
 
@@ -62,6 +62,7 @@ def decode(setup: StageSetup, report: Report) -> None:
     report.part("half decode, nothing read", _nothing_read, setup, report, beside, past, bandwidth)
     _batches(setup, report, half, past, length)
     report.part("prefill", _prefill, setup, report, half, length)
+    report.note("int8", "weights of the layers and the unembedding")
     model = report.part("int8 weights", _int8_model, setup, name)
     for key, layout in INT8.items() if model is not None else ():
         runner = report.part(key, fast_runner, setup, model, layout, 1, length)
@@ -93,7 +94,8 @@ def _nothing_read(setup: StageSetup, report: Report, steps: dict[str, Step], pas
 
 
 def _int8_model(setup: StageSetup, name: str) -> Decoder:
-    rounded = quantize_model(random_model(setup, name), Int8())
+    """The model with all matrices that an engine quantises to INT8 (`minillm.engine.placement`)."""
+    rounded = quantize_unembedding(quantize_model(random_model(setup, name), Int8()), Int8())
     setup.clock.free()
     return rounded
 

@@ -43,7 +43,7 @@ from minillm.ops.cpu.amx import (
 )
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, NONE
-from minillm.ops.cpu.simd import LANES, load, no_inline, splat, store, store_bfloats
+from minillm.ops.cpu.simd import LANES, ZERO, load, no_inline, splat, store, store_bfloats
 
 FEW = 2
 """Most rows for which vectors are as fast as tiles."""
@@ -55,7 +55,6 @@ SLAB = 64
 """Panels whose sums are kept in scratch memory until a bias or the residual is added."""
 AMX_SUMS_SIZE = CHUNK * SLAB * LANES
 """Floats of scratch memory that `multiply_tiles` needs."""
-ZERO = np.float32(0)
 
 
 def pack_tiles(bits: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ from minillm.ops.cpu.simd import (
     FLOATS,
     I64,
     LANES,
+    ZERO,
     address,
     call,
     load,
@@ -39,7 +40,7 @@ from minillm.ops.cpu.simd import (
     store,
     transpose,
 )
-from minillm.ops.cpu.softmax import NEGATIVE_INFINITY, ZERO, exp_of_negative, larger
+from minillm.ops.cpu.softmax import NEGATIVE_INFINITY, exp_of_negative, larger
 
 KEY_BLOCK = 128
 """Positions of a key block. Blocks begin at multiples of it, so the result of a row does not depend on its task."""

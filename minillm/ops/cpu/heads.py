@@ -16,7 +16,7 @@ from minillm.ops.cpu.compiled import OPTIONS, entry_point
 from minillm.ops.cpu.matrix_fields import OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, silu, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, multiply
-from minillm.ops.cpu.simd import LANES, load, store
+from minillm.ops.cpu.simd import LANES, ONE, load, store
 from minillm.ops.cpu.step import argmax, copy, embed_row, round_rows
 from minillm.ops.cpu.team import barrier, call_at, join_team, thread_range
 
@@ -25,7 +25,6 @@ HIDDEN, INNER, POSITION_RANK, TOKEN_RANK, NUM_DRAFTS, VOCABULARY, TIED, TOKEN_NO
 of the confidences that cuts the chains."""
 GATE_UP, DOWN, POSITION_IN, CONTEXT, CONFIDENCE, STATE, NARROW, POSITION_OUT = range(8)
 """Rows of `HeadsWeights.matrices`. NARROW is W D; POSITION_OUT the first of one matrix Bᵢ per position."""
-ONE = np.float32(1)
 THREAD_SIZE = SUMS_SIZE + LANES
 """Floats of scratch memory that each thread needs for itself."""
 

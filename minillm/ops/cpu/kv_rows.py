@@ -20,6 +20,7 @@ from numba.extending import overload
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.simd import (
     LANES,
+    ZERO,
     absolute,
     bfloat_bits,
     half_bits,
@@ -40,7 +41,7 @@ from minillm.ops.cpu.simd import (
 from minillm.ops.kv_quant import AFFINE_CODES, INT8_LEVELS, SMALLEST_SCALE, SMALLEST_STEP
 
 LEVELS, SMALLEST = np.float32(INT8_LEVELS), np.float32(SMALLEST_SCALE)
-CODES, STEP, ZERO = np.float32(AFFINE_CODES), np.float32(SMALLEST_STEP), np.float32(0)
+CODES, STEP = np.float32(AFFINE_CODES), np.float32(SMALLEST_STEP)
 SUB_STEPS, HALF_STEP = np.float32(16), np.float32(8)
 """Steps of the lower code in one step of the upper, and in half of one."""
 RELATIVE_STEP = np.float32(2.0**-10)

@@ -45,6 +45,7 @@ from minillm.ops.cpu.simd import (
     I64,
     INTS,
     LANES,
+    ZERO,
     address,
     call,
     floats_at,
@@ -64,7 +65,6 @@ MAX_GROUP_SIZE = 4096
 TWO_TO_23 = 0x4B000000
 """The bits of the float 2^23, whose last bit is worth 1. With a small integer n in its last bits it is 2^23 + n, and
 the difference of two such floats is exact. That is cheaper than converting n to a float."""
-ZERO = np.float32(0)
 
 
 def pack_nibbles(

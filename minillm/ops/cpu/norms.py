@@ -7,9 +7,7 @@ import numpy as np
 from numba import njit
 
 from minillm.ops.cpu.compiled import OPTIONS
-from minillm.ops.cpu.simd import LANES, ONE, exp, fma, load, splat, store, total
-
-ZERO = np.float32(0)
+from minillm.ops.cpu.simd import LANES, ONE, ZERO, exp, fma, load, splat, store, total
 
 
 @njit(**OPTIONS)

@@ -20,6 +20,7 @@ from minillm.ops.cpu.panels import BYTE, TILED, pairs_row_size
 from minillm.ops.cpu.simd import (
     BYTE_OFFSET,
     LANES,
+    ZERO,
     absolute,
     fma,
     largest,
@@ -34,7 +35,7 @@ from minillm.ops.cpu.simd import (
     total,
 )
 
-ZERO, LARGEST, TINY = np.float32(0), np.float32(127), np.finfo(np.float32).tiny
+LARGEST, TINY = np.float32(127), np.finfo(np.float32).tiny
 PER_BYTE, UPWARDS = np.float32(1 / 256), np.float32(1 / 512)
 LARGEST_OF_TWO = np.float32(127 * 256 + 127)
 """The largest code with two signed bytes. `UPWARDS`: halves round up, so that the second byte is at most 127."""
@@ -140,7 +141,7 @@ def _scale_inputs(matrix, vectors, x, x_at):
 
 
 @overload(prepare_row, jit_options=OPTIONS)
-def _typed_round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
+def _typed_prepare_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
     if w.dtype == types.uint8:
         return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _in_one(
             x, x_at, matrix[COLUMNS], codes, row, scales, scale_at

@@ -444,7 +444,7 @@ LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359
 LOWEST, HIGHEST = np.float32(-87.0), np.float32(88.0)
 C0, C1, C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 C3, C4, C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-ONE = np.float32(1)
+ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @njit(**OPTIONS)

@@ -15,9 +15,9 @@ from numba import njit
 from numba.extending import intrinsic
 
 from minillm.ops.cpu.compiled import OPTIONS
-from minillm.ops.cpu.simd import LANES, LOWEST, exp_within, f32x16, largest, load, splat, store, total
+from minillm.ops.cpu.simd import LANES, LOWEST, ZERO, exp_within, f32x16, largest, load, splat, store, total
 
-ZERO, NEGATIVE_INFINITY = np.float32(0), np.float32(-np.inf)
+NEGATIVE_INFINITY = np.float32(-np.inf)
 
 
 @intrinsic

@@ -21,8 +21,8 @@ from minillm.ops.cpu.matrix_fields import COLUMNS, NONE, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, TILED, multiply, unpack_row
 from minillm.ops.cpu.rounding import prepare_row
-from minillm.ops.cpu.simd import LANES, ONE, largest, load, no_inline, splat, store, total
-from minillm.ops.cpu.softmax import ZERO, exp_of_negative, larger
+from minillm.ops.cpu.simd import LANES, ONE, ZERO, largest, load, no_inline, splat, store, total
+from minillm.ops.cpu.softmax import exp_of_negative, larger
 from minillm.ops.cpu.team import barrier, call_at, join_team, thread_range
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED, VOCABULARY = range(11)
@@ -263,8 +263,8 @@ def embed_row(embedding, head, hidden, tied, token, out, at):
 
 
 def round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
-    """Round `n` rows for the weights `w` (see `prepare_row`), then wait at a barrier. Does nothing for weights that are
-    multiplied by float activations."""
+    """Round `n` rows for the weights `w` (see `prepare_row`), then wait at a barrier. Does nothing for weights for
+    which `prepare_row` does nothing."""
     raise NotImplementedError
 
 

@@ -17,7 +17,8 @@ from minillm.ops.dispatch import interpreted
 
 MIN_TILE_SIDE = 16
 """Smallest side of a tile. `tl.dot` (Triton 3.6 to 3.9) accepts any number of rows and columns, but must sum over at
-least 16 products of 16-bit numbers, 8 of fp32 or 32 of int8. Tensor cores work on 16 rows: fewer are padded to 16."""
+least 16 products of 16-bit numbers or of fp32 (Triton 3.9: 8) or 32 of int8. Tensor cores work on 16 rows: fewer are
+padded to 16."""
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 

@@ -47,12 +47,14 @@ def lse_of_tiles(function: Function, x: Tensor, y: Tensor, temperature: float, t
 
 
 def product(function: Function, x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> dict[str, object]:
-    """The result, and whether no tensor was larger than x, than the products of x with each of u, s and v, and than
-    those with every block of the matrix. In small cases a block is no larger than these, in the large one it is."""
+    """The result, and whether no tensor was larger than x, than the products of x with each of u, s and v, than those
+    with every block of the matrix, and than u or v multiplied by all of s. In small cases a block is no larger than
+    these, in the large one it is."""
     with LargestTensor() as largest:
         found = function(x, u, s, v)
     products = (*(part.numel() for part in (u, s, v)), len(v) * u.shape[0] * u.shape[1])
-    room = max(x.numel(), len(x) * max(products))
+    scaled = len(v) * max(u.numel(), v.numel())
+    room = max(x.numel(), len(x) * max(products), scaled)
     return {"returned": found, "without the matrix": largest.numbers <= room}
 
 

@@ -423,7 +423,7 @@ _SPLIT = Exercise(
     cases=lambda: [
         Case("four blocks in two parts", (*poisoned(1, [16], [[3, 0, 4, 1]], 1, 1), 2)),
         Case("three blocks in two parts, one row in the last block", (*poisoned(2, [9], [[2, 0, 3]], 1, 1), 2)),
-        Case("one block in two parts: the second has no keys", (*poisoned(3, [3], [[1]], 1, 1), 2)),
+        Case("one block in four parts: three have no keys", (*poisoned(3, [3], [[1]], 1, 1), 4)),
         Case("six blocks in four parts of two, two, two and no blocks", (*poisoned(6, [23], [[*range(6)]], 1, 1), 4)),
         Case("four blocks of eight rows in one part", (*_four_blocks(7, 1), 1)),
         Case("six blocks of two rows in two parts", (*poisoned(8, [11], [[3, 0, 4, 1, 5, 2]], 1, 1, block_size=2), 2)),
@@ -435,8 +435,8 @@ _SPLIT = Exercise(
     ],
     hints=(
         "The loop over the blocks is given. Where does it begin and end for part `split`, and what is stored after it?",
-        "Give every part the same whole number of blocks: the number of blocks divided by SPLITS, rounded up. The last "
-        "part ends at length. Store out / total, and also log Σ exp(score) = m + log(total).",
+        "Give every part the same whole number of blocks: the number of blocks divided by SPLITS, rounded up. No "
+        "part goes beyond length. Store out / total, and also log Σ exp(score) = m + log(total).",
         "The shape of it. A part without keys has total 0 and m -inf, and must store 0 and -inf:\n"
         "keys_of_a_part = tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS) * BLOCK_SIZE\n"
         "begin = …\n"
@@ -472,6 +472,10 @@ _SPLIT = Exercise(
             (_BLOCKS_OF_A_PART + " * BLOCK_SIZE", "tl.cdiv(length, SPLITS)"),
         ),
         _split_wrong("lets every part continue to the end of the keys", (_END, "length")),
+        _split_wrong(
+            "cuts only the last part at the end of the keys; parts before it may lie beyond that end, too",
+            (_END, "tl.where(split == SPLITS - 1, length, begin + keys_of_a_part)"),
+        ),
         _split_wrong(
             "lets every part begin at the first key",
             (_BEGIN, "begin = 0"),

@@ -1,5 +1,6 @@
-"""Measurements as charts: lines, bars, the roofline."""
+"""Measurements as charts: lines, the roofline."""
 
-from minillm.viz.charts.line_chart import Axis, LineChart, Series
+from minillm.viz.charts.line_chart import LineChart, Series
+from minillm.viz.draw.plot import Axis
 
 __all__ = ["Axis", "LineChart", "Series"]

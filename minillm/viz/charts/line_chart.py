@@ -7,23 +7,31 @@ is written directly: the library is not imported, and the same numbers always gi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.colours import BLUE, GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER, PURPLE, SKY
+from minillm.viz.draw.colours import HAIRLINE, INK, PAPER
 from minillm.viz.draw.output import Chart
+from minillm.viz.draw.plot import (
+    DOTTED,
+    HOLLOW,
+    LEFT,
+    PLOT_HEIGHT,
+    SYMBOLS,
+    TOP,
+    Axis,
+    Scale,
+    axis_scale,
+    draw_grid,
+    draw_mark,
+    series_colour,
+    tick_text,
+)
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS, card, element, label, number
-from minillm.viz.draw.ticks import one_two_five, round_step
 
-LEFT, TOP, PLOT_HEIGHT = 84, 104, 268
 LEGEND_LINE = 20
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
-MORE_COLOURS = (INK, PURPLE, BLUE, MUTED, GREEN)
-"""From the sixth series on, in turn: each has a contrast of at least 3 : 1 on white."""
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down")
-HOLLOW, DOTTED = "-open", "-open-dot"
 MARKS = tuple(symbol + look for look in ("", HOLLOW, DOTTED) for symbol in SYMBOLS)
 """One mark per measured series, filled ones first, so that lines differ without colour; plotly's names."""
 DASHES = (("7 5", "dash"), ("2 4", "dot"), ("10 4 2 4", "dashdot"), ("16 5", "longdash"), ("16 4 2 4", "longdashdot"))
@@ -32,15 +40,6 @@ DASHES = (("7 5", "dash"), ("2 4", "dot"), ("10 4 2 4", "dashdot"), ("16 5", "lo
 
 Look = tuple[str, str, "tuple[str, str] | None"]
 """Colour, mark, and dash of a modelled series."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis. If `ticks` is empty, round numbers are chosen."""
-
-    label: str
-    log: bool = False
-    ticks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class LineChart(Chart):
         looks = self._looks()
         legend, lower = _legend(self.series, looks)
         plot = [
-            *_grid(self.x, self.y, across, up),
+            *draw_grid(self.x, self.y, across, up),
             *(_line(series, *look, across, up) for series, look in zip(self.series, looks, strict=True)),
         ]
         return card(
@@ -136,11 +135,11 @@ class LineChart(Chart):
             *legend,
         )
 
-    def _scales(self) -> tuple[_Scale, _Scale]:
+    def _scales(self) -> tuple[Scale, Scale]:
         """The scales of the x and the y axis."""
         heights = [v for s in self.series for v in (*s.y, *s.low, *s.high)]
-        across = _scale(self.x, [v for s in self.series for v in s.x], LEFT, RIGHT - 12)
-        return across, _scale(self.y, heights, TOP + PLOT_HEIGHT, TOP)
+        across = axis_scale(self.x, [v for s in self.series for v in s.x], LEFT, RIGHT - 12)
+        return across, axis_scale(self.y, heights, TOP + PLOT_HEIGHT, TOP)
 
     def _looks(self) -> list[Look]:
         """Colour, mark and dash of each series."""
@@ -149,29 +148,11 @@ class LineChart(Chart):
         for index, series in enumerate(self.series):
             dash = DASHES[modelled] if series.style == "modelled" else None
             modelled += dash is not None
-            looks.append((_colour(index), MARKS[index % len(MARKS)], dash))
+            looks.append((series_colour(index), MARKS[index % len(MARKS)], dash))
         return looks
 
     def __repr__(self) -> str:
         return f"<LineChart {self.title!r}>"
-
-
-def tick_text(value: float) -> str:
-    """The label of a tick: the number written out, neither `100µ` nor `5e-05`, with commas from 10,000 on."""
-    if not value:
-        return "0"
-    if abs(value) >= 10_000:
-        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
-    return (
-        f"{value:g}"
-        if abs(value) >= 1e-4
-        else f"{value:.{min(9, 1 - math.floor(math.log10(abs(value))))}f}".rstrip("0")
-    )
-
-
-def _colour(index: int) -> str:
-    """Colour of series number `index` (from 0)."""
-    return COLOURS[index] if index < len(COLOURS) else MORE_COLOURS[index % len(MORE_COLOURS)]
 
 
 def _trace(series: Series, colour: str, mark: str, dash: tuple[str, str] | None) -> dict[str, object]:
@@ -203,49 +184,7 @@ def _plotly_axis(axis: Axis, ticks: Sequence[float]) -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True)
-class _Scale:
-    place: Callable[[float], float]
-    ticks: tuple[float, ...]
-
-
-def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
-    """Map values to pixels from `start` (the smallest) to `end`; a linear axis contains 0."""
-    low, high = min([*values, *axis.ticks]), max([*values, *axis.ticks])
-    if axis.log:
-        ends = tuple(sorted({low, high}))
-        low, high = low / 1.15, high * 1.15
-        ticks = tuple(one_two_five(low, high))
-        if len(ticks) < len(ends):  # the values lie between two round numbers
-            ticks = ends
-        return _Scale(lambda v: start + (end - start) * math.log(v / low) / math.log(high / low), axis.ticks or ticks)
-    low, high = min(0.0, low), max(0.0, high)
-    step = round_step((high - low) or 1.0, fewest=4)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    last = max(first + 1, last)
-    low, high = first * step, last * step
-    ticks = axis.ticks or tuple(i * step for i in range(first, last + 1))
-    return _Scale(lambda v: start + (end - start) * (v - low) / (high - low), ticks)
-
-
-def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
-    bottom = TOP + PLOT_HEIGHT
-    parts = []
-    for tick in up.ticks:
-        at = up.place(tick)
-        parts.append(element("path", {"d": f"M{LEFT} {number(at)}H{RIGHT - 12}", "stroke": HAIRLINE}))
-        parts.append(label(LEFT - 8, at + 4, tick_text(tick), size=11.5, anchor="end"))
-    for tick in across.ticks:
-        at = across.place(tick)
-        parts.append(element("path", {"d": f"M{number(at)} {bottom}v5", "stroke": MUTED}))
-        parts.append(label(at, bottom + 19, tick_text(tick), size=11.5, anchor="middle"))
-    parts.append(element("path", {"d": f"M{LEFT} {bottom}H{RIGHT - 12}", "stroke": MUTED}))
-    parts.append(label((LEFT + RIGHT) / 2, bottom + 42, x.label, size=12, anchor="middle"))
-    # The y label is horizontal above its axis, where it is easy to read and overlaps no tick.
-    return [*parts, label(MARGIN, TOP - 20, f"↑ {y.label}", size=12)]
-
-
-def _line(series: Series, colour: str, mark: str, dash: tuple[str, str] | None, across: _Scale, up: _Scale) -> str:
+def _line(series: Series, colour: str, mark: str, dash: tuple[str, str] | None, across: Scale, up: Scale) -> str:
     points = [(across.place(x), up.place(y)) for x, y in zip(series.x, series.y, strict=True)]
     way = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
     look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
@@ -257,24 +196,8 @@ def _line(series: Series, colour: str, mark: str, dash: tuple[str, str] | None, 
         )
         for (x, _), a, b in zip(points, series.low, series.high, strict=False)  # no spread: no bars
     ]
-    marks = [] if dash else [_mark(mark, x, y, colour) for x, y in points]
+    marks = [] if dash else [draw_mark(mark, x, y, colour) for x, y in points]
     return element("g", {"data-testid": "series", "data-series": series.name}, line, *bars, *marks)
-
-
-def _mark(mark: str, x: float, y: float, colour: str) -> str:
-    shapes = {
-        "circle": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
-        "square": "M-4 -4h8v8h-8z",
-        "diamond": "M0 -5.5L5.5 0L0 5.5L-5.5 0z",
-        "triangle-up": "M0 -5L5 4H-5z",
-        "cross": "M-5 -1.7h3.3v-3.3h3.4v3.3h3.3v3.4h-3.3v3.3h-3.4v-3.3h-3.3z",
-        "triangle-down": "M0 5L5 -4H-5z",
-    }
-    symbol = mark.removesuffix(DOTTED).removesuffix(HOLLOW)
-    paint = {"fill": colour} if mark == symbol else {"fill": PAPER, "stroke": colour, "stroke-width": 1.6}
-    dot = "M-0.8 -0.8h1.6v1.6h-1.6z" if mark.endswith(DOTTED) else ""  # its outline alone fills it
-    place = f"translate({number(x)} {number(y)})"
-    return element("path", {"d": shapes[symbol] + dot, **paint, "transform": place})
 
 
 def _legend(series: Sequence[Series], looks: Sequence[Look]) -> tuple[list[str], int]:
@@ -286,7 +209,7 @@ def _legend(series: Sequence[Series], looks: Sequence[Look]) -> tuple[list[str],
             x, y = float(MARGIN), y + LEGEND_LINE
         look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
         parts.append(element("path", {"d": f"M{number(x)} {y}h26", **look}))
-        parts += [] if dash else [_mark(mark, x + 13, y, colour)]
+        parts += [] if dash else [draw_mark(mark, x + 13, y, colour)]
         parts.append(label(x + 34, y + 4, one.name, size=12, fill=INK))
         x += width
     return parts, y - 60

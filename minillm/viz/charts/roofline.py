@@ -14,9 +14,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from minillm.errors import ConfigError
-from minillm.viz.charts.line_chart import LEFT, PLOT_HEIGHT, SYMBOLS, TOP, Axis, _colour, _grid, _mark, _Scale, _scale
 from minillm.viz.draw.colours import INK, MUTED, PAPER
 from minillm.viz.draw.output import Picture
+from minillm.viz.draw.plot import (
+    LEFT,
+    PLOT_HEIGHT,
+    SYMBOLS,
+    TOP,
+    Axis,
+    Scale,
+    axis_scale,
+    draw_grid,
+    draw_mark,
+    series_colour,
+)
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, fit_words, label, number, words
 from minillm.viz.draw.ticks import one_two_five
 
@@ -117,7 +128,7 @@ class Roofline(Picture):
             self.describe(),
             label(MARGIN, 34, fit_words(self.title, RIGHT - MARGIN, 17), size=17, weight=650, fill=INK),
             label(MARGIN, 56, fit_clauses(self._facts(), RIGHT - MARGIN, 13), size=13),
-            *_grid(Axis("operations per byte moved", log=True), Axis(f"{unit}FLOP/s", log=True), across, up),
+            *draw_grid(Axis("operations per byte moved", log=True), Axis(f"{unit}FLOP/s", log=True), across, up),
             _roof(self.roof, across, up, factor, places),
             *(self._point(p, *place, across, up, factor) for p, place in zip(self.points, places, strict=True)),
             *names,
@@ -149,15 +160,15 @@ class Roofline(Picture):
         intensities = [self.roof.ridge / 4, self.roof.ridge * 4, *(p.intensity for p in self.points)]
         return min(intensities) / 1.4, max(intensities) * 1.4
 
-    def _scales(self, factor: float) -> tuple[_Scale, _Scale]:
+    def _scales(self, factor: float) -> tuple[Scale, Scale]:
         low, high = self._span
         rates = [self.roof.attainable(low), self.roof.rate * 1.6, *(p.rate for p in self.points)]
         bottom, top = min(rates) / factor / 1.6, max(rates) / factor  # room for names below the lowest point
-        across = _scale(Axis("", log=True, ticks=_powers_of_two(low, high)), [low, high], LEFT, END)
-        up = _scale(Axis("", log=True, ticks=_decimal_ticks(bottom, top)), [bottom, top], BOTTOM, TOP)
+        across = axis_scale(Axis("", log=True, ticks=_powers_of_two(low, high)), [low, high], LEFT, END)
+        up = axis_scale(Axis("", log=True, ticks=_decimal_ticks(bottom, top)), [bottom, top], BOTTOM, TOP)
         return across, up
 
-    def _roof_boxes(self, across: _Scale, up: _Scale, factor: float, count: int = 100) -> list[Box]:
+    def _roof_boxes(self, across: Scale, up: Scale, factor: float, count: int = 100) -> list[Box]:
         """Small boxes along the roof, which names must not overlap."""
         low, high = self._span
         steps = (low * (high / low) ** (i / count) for i in range(count + 1))
@@ -172,7 +183,7 @@ class Roofline(Picture):
             facts.append(f"what was measured reaches {min(shares):.0%} to {max(shares):.0%} of the roof")
         return facts
 
-    def _point(self, point: Point, x: float, y: float, across: _Scale, up: _Scale, factor: float) -> str:
+    def _point(self, point: Point, x: float, y: float, across: Scale, up: Scale, factor: float) -> str:
         roof_y = up.place(self.roof.attainable(point.intensity) / factor)
         index = self._groups.index(point.kind)
         lost = {"d": f"M{number(x)} {number(y)}V{number(roof_y)}", "stroke": MUTED, "stroke-dasharray": "1 3"}
@@ -191,8 +202,8 @@ class Roofline(Picture):
 
 def _marks(index: int, source: Source, x: float, y: float) -> list[str]:
     """The mark of a point: filled if measured, hollow if not, with a ring if quoted."""
-    colour = _colour(index)
-    parts = [_mark(SYMBOLS[index], x, y, colour)]
+    colour = series_colour(index)
+    parts = [draw_mark(SYMBOLS[index], x, y, colour)]
     if source != "measured":
         parts.append(element("circle", {"cx": x, "cy": y, "r": 2.3, "fill": PAPER}))
     if source == "quoted":
@@ -201,7 +212,7 @@ def _marks(index: int, source: Source, x: float, y: float) -> list[str]:
     return parts
 
 
-def _roof(roof: Roof, across: _Scale, up: _Scale, factor: float, places: Sequence[tuple[float, float]]) -> str:
+def _roof(roof: Roof, across: Scale, up: Scale, factor: float, places: Sequence[tuple[float, float]]) -> str:
     """Slope, flat part and ridge with their labels. Solid if measured, dashed if not."""
     ridge_x, flat_y = across.place(roof.ridge), up.place(roof.rate / factor)
     # A straight line on logarithmic axes. It starts at the left edge; the y axis reaches down to there (`_scales`).
@@ -231,7 +242,7 @@ def _roof(roof: Roof, across: _Scale, up: _Scale, factor: float, places: Sequenc
     )
 
 
-def _flat_label(roof: Roof, across: _Scale, up: _Scale, factor: float, places: Sequence[tuple[float, float]]) -> Box:
+def _flat_label(roof: Roof, across: Scale, up: Scale, factor: float, places: Sequence[tuple[float, float]]) -> Box:
     """The box for the rate of the flat part: above it, as far right as possible without overlapping a point."""
     base = up.place(roof.rate / factor) - 8
     width = len(_amount(roof.rate, "FLOP/s")) * 7.2

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minillm.errors import ConfigError
-from minillm.viz.charts.line_chart import Axis, LineChart, Series
-from minillm.viz.charts.quality_chart import EXACT, kl_series
+from minillm.viz.charts.line_chart import LineChart, Series
+from minillm.viz.draw.plot import Axis
 
 FRONT = "Pareto front"
+EXACT = 1e-6
+"""A mean KL below this is float32 rounding; such a system is exact, and is not drawn on the logarithmic axis."""
 Point = tuple[float, float]
 """Share of float16's bytes, mean KL."""
 
@@ -33,7 +35,7 @@ def zoo_chart(outcome: Mapping[str, Any]) -> LineChart:
         Axis("bytes of the prompt, as a share of float16 (squeezed: bytes read)"),
         Axis("mean KL to the plain cache, nats per token", log=True),
         [
-            *(kl_series(name, [row["share"] for row in rows], rows) for name, rows in techniques.items()),
+            *(_kl_series(name, [row["share"] for row in rows], rows) for name, rows in techniques.items()),
             Series(FRONT, [x for x, _ in front], [y for _, y in front], style="modelled"),
         ],
         _summary(lossy, front),
@@ -47,6 +49,19 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
         if not front or point[1] < front[-1][1]:
             front.append(point)
     return front
+
+
+def _kl_series(name: str, shares: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> Series:
+    """The mean KL of `rows` over their `shares` of the bytes, with standard errors."""
+    found = [(row["quality"]["mean_kl"], row["quality"]["mean_kl_error"]) for row in rows]
+    return Series(
+        name,
+        shares,
+        [mean for mean, _ in found],
+        # The axis is logarithmic: a bar ends above 0.
+        low=[max(mean - error, mean / 10) for mean, error in found],
+        high=[mean + error for mean, error in found],
+    )
 
 
 def _summary(lossy: Sequence[Mapping[str, Any]], front: Sequence[Point]) -> str:

@@ -55,7 +55,8 @@ class ReplayWidget:
     @property
     def start(self) -> int:
         """Index of the frame it opens with: the last one that is not after the most informative step."""
-        return max((i for i, step in enumerate(self.steps) if step <= self.telling), default=0)
+        telling = self.telling  # looks through the whole history
+        return max((i for i, step in enumerate(self.steps) if step <= telling), default=0)
 
     @property
     def telling(self) -> int:

@@ -91,11 +91,11 @@ def describe(state: CacheState, drawn: Sequence[RequestState] | None = None) -> 
     tables = drawn is None
     for request in state.requests.values() if drawn is None else drawn:
         line = f"{letter(request)} {beginning(request.prompt, PROMPT)!r}" if tables else f"Request {letter(request)}"
-        line += (
-            f" ({request_work(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} "
-            f"{'in the cache' if state.keeps_every_token else 'computed'}"
-        )
-        line += f", {plural(len(request.block_table), unit(state))}"
+        line += f" ({request_work(request)})"
+        if request.status != "finished":  # then nothing of it is in the cache
+            line += f": {request.num_computed} of {plural(request.num_tokens, 'token')} "
+            line += "in the cache" if state.keeps_every_token else "computed"
+            line += f", {plural(len(request.block_table), unit(state))}"
         lines.append(f"{line} {request.block_table}" if tables and request.block_table else line)
     if drawn is not None and (hidden := len(state.requests) - len(drawn)):
         lines.append(f"And {plural(hidden, 'more request')}")

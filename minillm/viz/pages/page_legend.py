@@ -31,6 +31,7 @@ def kinds_in(pages: Sequence[Page]) -> set[str]:
     present = {slot for page in pages for slot, _ in page.slots} | {page.state for page in pages}
     present |= {"findable" for page in pages if page.in_prefix_cache and page.state != "cached"}
     present |= {name for page in pages for name in ("evicted", "reused") if getattr(page, name)}
+    present |= {"freed" for page in pages if page.state == "cached" and page.owners}
     present |= {"copied" for page in pages if page.copied_from is not None}
     if all(page.state != "free" for page in pages):
         present.discard("free")

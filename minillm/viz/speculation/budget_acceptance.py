@@ -10,6 +10,7 @@ from itertools import pairwise
 from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, FAINT, GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER, PURPLE
 from minillm.viz.draw.output import Picture
+from minillm.viz.draw.plot import draw_mark
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, heading, label, number, rectangle, spans
 
 LEFT, TOP, HEIGHT = 74, 112, 250
@@ -18,7 +19,7 @@ LIST = 730
 """Left edge of the list of lines; the plot ends before it."""
 STRIP = BOTTOM + 62
 """Top of the row of small bars, which show the part of the cache that is read."""
-LOOKS = ((BLUE, "circle"), (ORANGE, "square"), (GREEN, "diamond"), (PURPLE, "triangle"))
+LOOKS = ((BLUE, "circle"), (ORANGE, "square"), (GREEN, "diamond"), (PURPLE, "triangle-up"))
 """Colour and mark of each line."""
 
 
@@ -154,7 +155,7 @@ class BudgetAcceptance(Picture):
         return [element("path", line), text]
 
     def _line(self, index: int, line: BudgetLine) -> str:
-        colour, mark = LOOKS[index]
+        colour, symbol = LOOKS[index]
         shift = 5.0 * (index - (len(self.lines) - 1) / 2)  # so that the thin bars of two lines do not cover each other
         points = [(self._x(b) + shift, _y(a)) for b, a in zip(line.budgets, line.acceptance, strict=True)]
         way = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
@@ -166,7 +167,7 @@ class BudgetAcceptance(Picture):
             for (x, _), a, b in zip(points, line.low, line.high, strict=False)  # no spread: no bars
         ]
         marks = [
-            element("g", {"data-testid": "point", "data-acceptance": f"{share:.3f}"}, _mark(mark, x, y, colour))
+            element("g", {"data-testid": "point", "data-acceptance": f"{share:.3f}"}, draw_mark(symbol, x, y, colour))
             for (x, y), share in zip(points, line.acceptance, strict=True)
         ]
         path = element("path", {"d": way, "fill": "none", "stroke": colour, "stroke-width": 2.5})
@@ -176,9 +177,9 @@ class BudgetAcceptance(Picture):
         parts = [heading(LIST, TOP - 14, "what a draft reads")]
         for i, line in enumerate(self.lines):
             y = TOP + 12 + 62 * i
-            colour, mark = LOOKS[i]
+            colour, symbol = LOOKS[i]
             parts.append(element("path", {"d": f"M{LIST} {y - 4}h26", "stroke": colour, "stroke-width": 2.5}))
-            parts.append(_mark(mark, LIST + 13, y - 4, colour))
+            parts.append(draw_mark(symbol, LIST + 13, y - 4, colour))
             parts.append(
                 label(LIST + 36, y, fit_words(line.name, RIGHT - LIST - 36, 13), size=13, weight=600, fill=INK)
             )
@@ -190,14 +191,3 @@ class BudgetAcceptance(Picture):
 
 def _y(share: float) -> float:
     return BOTTOM - HEIGHT * share
-
-
-def _mark(kind: str, x: float, y: float, colour: str) -> str:
-    shapes = {
-        "circle": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
-        "square": "M-4.5 -4.5h9v9h-9z",
-        "diamond": "M0 -6L6 0L0 6L-6 0z",
-        "triangle": "M0 -5.5L5.5 4.5H-5.5z",
-    }
-    place = f"translate({number(x)} {number(y)})"
-    return element("path", {"d": shapes[kind], "fill": colour, "stroke": PAPER, "transform": place})

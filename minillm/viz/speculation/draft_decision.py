@@ -1,4 +1,4 @@
-"""Why a step drafts as many tokens as it does: chances of the drafts on the left, predicted speed-up on the right."""
+"""Why a step may draft so many tokens: chances of the drafts on the left, predicted speed-up on the right."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ class DraftDecision(Picture):
         if not self.chosen:
             return f"no drafts: {plural(best, 'draft')} would give {most}, a gain too small to count on"
         chosen = plural(self.chosen, "draft")
-        return f"{chosen} as a trial or for a request with its own seed; the fastest number is {best}"
+        return (
+            f"{chosen}: a trial, a request with its own seed, or room for the longer draft of two methods; the fastest "
+            f"number is {best}"
+        )
 
     def to_svg(self) -> str:
         """The picture. A filled cell with a tick is a draft that was chosen."""
@@ -66,9 +69,11 @@ class DraftDecision(Picture):
         return card(
             "draft-decision",
             height,
-            "How many drafts in this step",
+            "How many drafts this step may have",
             self.describe(),
-            spans(MARGIN, 38, ("How many drafts in this step?", {"font-size": 17, "font-weight": 650, "fill": INK})),
+            spans(
+                MARGIN, 38, ("How many drafts may this step have?", {"font-size": 17, "font-weight": 650, "fill": INK})
+            ),
             label(MARGIN, 64, self.reason, size=13, fill=INK),
             *self._requests(rows),
             *self._curve(),
@@ -154,14 +159,14 @@ class DraftDecision(Picture):
     def _legend(self, y: float) -> str:
         parts = [
             _cell(MARGIN, y - 17, 60, 0.9, True),
-            label(MARGIN + 68, y + 2, "drafted in this step", size=12, fill=INK),
+            label(MARGIN + 68, y + 2, "may be drafted", size=12, fill=INK),
             _cell(MARGIN + 214, y - 17, 60, 0.4, False),
-            label(MARGIN + 282, y + 2, "not drafted", size=12, fill=INK),
-            _ring(PLOT_LEFT, y - 2),
-            label(PLOT_LEFT + 16, y + 2, "the chosen number", size=12, fill=INK),
+            label(MARGIN + 282, y + 2, "not to be drafted", size=12, fill=INK),
             element("path", {"d": f"M{PLOT_LEFT + 150} {y - 2}h28", "stroke": INK, "stroke-dasharray": "5 4"}),
             label(PLOT_LEFT + 186, y + 2, "plain decoding", size=12, fill=INK),
         ]
+        if self.chosen < len(self.event.speedups):
+            parts += [_ring(PLOT_LEFT, y - 2), label(PLOT_LEFT + 16, y + 2, "the chosen number", size=12, fill=INK)]
         return element("g", {"data-testid": "legend"}, *parts)
 
 

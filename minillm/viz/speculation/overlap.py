@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.colours import GREEN, HAIRLINE, INK, MUTED, ORANGE, VERMILLION
+from minillm.viz.draw.colours import GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER, VERMILLION
 from minillm.viz.draw.glyphs import visible
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import (
@@ -104,7 +104,7 @@ def _legend() -> list[str]:
             {"fill": hatched("rejected"), "stroke": VERMILLION, "stroke-dasharray": "4 3"},
             "✗ q − p: drafted and rejected",
         ),
-        ({"fill": ORANGE, "fill-opacity": 0.75}, "↻ p − q: recovered from the residual"),
+        ({"fill": ORANGE}, "↻ p − q: recovered from the residual"),
     )
     parts, x = [], float(MARGIN)
     for look, text in shown:
@@ -122,7 +122,7 @@ def _column(token: str, p: float, q: float, left: float, pitch: float, most: flo
     parts += _share(middle, BASE - common / 2, f"✓ {min(p, q):.1%}", common, width)
     if rest:
         thrown = {"fill": hatched("rejected"), "stroke": VERMILLION, "stroke-dasharray": "4 3", "data-part": "rejected"}
-        look = thrown if q > p else {"fill": ORANGE, "fill-opacity": 0.75, "data-part": "recovered"}
+        look = thrown if q > p else {"fill": ORANGE, "data-part": "recovered"}
         parts.append(rectangle(x, BASE - common - rest, width, rest, 2, look))
         sign = "✗" if q > p else "↻"
         parts += _share(middle, BASE - common - rest / 2, f"{sign} {abs(p - q):.1%}", rest, width, paper=q > p)
@@ -155,5 +155,5 @@ def _share(x: float, y: float, text: str, height: float, width: float, paper: bo
     """A label inside a part of a bar, if there is room; on white where the part is hatched."""
     if height < 18 or width < 62:
         return []
-    back = rectangle(x - 31, y - 8, 62, 16, 3, {"fill": "#ffffff"}) if paper else ""
+    back = rectangle(x - 31, y - 8, 62, 16, 3, {"fill": PAPER}) if paper else ""
     return [back, label(x, y + 4, text, size=12, anchor="middle", fill=INK, weight=600)]

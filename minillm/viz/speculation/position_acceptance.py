@@ -1,8 +1,9 @@
 """Acceptance by position under its three names: conditional, marginal, and accepted divided by drafted.
 
 Of the drafts at a position, the *conditional* acceptance counts those whose predecessors were all accepted; the others
-were never judged. The *marginal* acceptance divides by all rounds. So the marginal one is the product of the
-conditional ones up to the position, and 1 + the sum of the marginal ones is the number of tokens per round.
+were never judged. The *marginal* acceptance divides by all rounds. So a round gives 1 + the sum of the marginal ones in
+tokens. If all rounds have equally many drafts, a marginal one is the product of the conditional ones up to its
+position.
 
 A round in which the text ended before the last accepted draft or the target's own token gave fewer tokens than that. It
 is left out.

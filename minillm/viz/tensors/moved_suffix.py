@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.colours import BLUE, CACHED, GREEN, HAIRLINE, INK, MUTED, VERMILLION
+from minillm.viz.draw.colours import BLUE, CACHED, GREEN, HAIRLINE, INK, MUTED, PAPER, VERMILLION
 from minillm.viz.draw.glyphs import visible
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import (
@@ -125,7 +125,7 @@ class MovedSuffix(Picture):
             width = 7 * len(text) + 2
             middle = x + self._pitch / 2
             if kind == "removed":
-                parts.append(rectangle(middle - width / 2, y + 9, width, 16, 2, {"fill": "#ffffff"}))
+                parts.append(rectangle(middle - width / 2, y + 9, width, 16, 2, {"fill": PAPER}))
             parts.append(label(middle, y + 21, text, size=11, family=MONO, anchor="middle", fill=INK))
             parts.append(label(middle, y + CELL + 15, str(position), size=11, anchor="middle"))
         return parts
@@ -166,7 +166,7 @@ class MovedSuffix(Picture):
                 element(
                     "g",
                     {"data-testid": "pair", "data-turn": f"{self.shift * frequency:.4f}"},
-                    element("circle", {"cx": x, "cy": y, "r": RADIUS, "fill": "#ffffff", "stroke": HAIRLINE}),
+                    element("circle", {"cx": x, "cy": y, "r": RADIUS, "fill": PAPER, "stroke": HAIRLINE}),
                     _sector(x, y, old * frequency, new * frequency),
                     _hand(x, y, old * frequency, MUTED, "4 3"),
                     _hand(x, y, new * frequency, BLUE, None),

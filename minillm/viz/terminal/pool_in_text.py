@@ -52,19 +52,17 @@ class CacheBlocks:
         return Text.assemble(("KV cache", "bold"), f"  {used}{signs.dot}{waste_share(state)}")
 
     def _requests(self, width: int) -> list[Text]:
-        requests, hidden = rows_to_show(self.state)
-        shown = requests[: self.max_rows]
+        shown, hidden = rows_to_show(self.state, self.max_rows)
         room = max(width - 46, 6)
         longest = max((len(letter(request)) for request in shown), default=1)
         lines = []
         for request in shown:
             colour = owner_colour(request.index)
             prompt = shorten(one_line(request.prompt), room)
-            count = f"{request.num_computed} of {request.num_tokens}".rjust(12)
-            parts = f"  {prompt}{' ' * (room - cells(prompt))}{count}  ", (request_work(request), "dim")
+            count = "–" if request.status == "finished" else f"{request.num_computed} of {request.num_tokens}"
+            parts = f"  {prompt}{' ' * (room - cells(prompt))}{count:>12}  ", (request_work(request), "dim")
             name = f" {letter(request).ljust(longest)} "
             lines.append(Text.assemble((name, f"bold {ink_on(colour)} on {colour}"), *parts))
-        hidden += len(requests) - len(shown)
         return [*lines, Text(f"  and {hidden} more", "dim")] if hidden else lines
 
     def _pages(self, width: int, signs: Glyphs) -> list[Text]:

@@ -36,7 +36,7 @@ class AcceptanceRounds:
         shown = enumerate(self.request.rounds[first:], start=first + 1)
         lines += [_round(number, judged, width, signs) for number, judged in shown]
         lines += [self._positions()] if self.request.rounds else []
-        lines += self._text(width)
+        lines += self._text(width) if self.text_lines else []
         for line in lines:
             line.no_wrap = True
             line.truncate(width, overflow="crop")

@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 MIN_INTERVAL = 0.1
 SIDE_BY_SIDE = 100
 """With at least so many columns, the engines are side by side; with fewer, one below the other."""
+WITH_TEXTS = 30
+"""With at least so many lines, engines one below the other show their texts; with fewer, the legend needs the room."""
 
 
 class DemoScreen:
@@ -41,7 +43,9 @@ class DemoScreen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         side_by_side = options.max_width >= SIDE_BY_SIDE and len(self._cache) > 1
         rule = Rule(characters="-" if options.ascii_only else "─", style="dim")
-        panels = [self._panel(name, rule, compact=not side_by_side and len(self._cache) > 1) for name in self._cache]
+        compact = not side_by_side and len(self._cache) > 1
+        texts = not compact or options.max_height >= WITH_TEXTS
+        panels = [self._panel(name, compact, rule if texts else None) for name in self._cache]
         if side_by_side:
             table = Table.grid(expand=True, padding=(0, 1))
             for _ in panels:
@@ -53,13 +57,15 @@ class DemoScreen:
         states = [cache.at() for cache in self._cache.values()]
         yield legend(glyphs(ascii_only=options.ascii_only), states, options.max_width)
 
-    def _panel(self, name: str, rule: Rule, *, compact: bool) -> RenderableType:
+    def _panel(self, name: str, compact: bool, rule: Rule | None) -> RenderableType:
+        """The panel of one engine. Without a `rule` it lacks the text, too."""
         cache, acceptance = self._cache[name].at(), self._acceptance[name].at()
         parts: list[RenderableType] = [CacheBlocks(cache, max_rows=2 if compact else 5)]
         requests = list(acceptance.requests.values())
-        watched = next((r for r in requests if r.rounds), requests[0] if requests else None)
-        if watched:
-            parts += [rule, AcceptanceRounds(watched, max_rounds=2 if compact else 5)]
+        if drafted := [r for r in requests if r.rounds] or requests[:1]:
+            watched = next((r for r in drafted if not r.finished), drafted[-1])
+            rounds = AcceptanceRounds(watched, max_rounds=2 if compact else 5, text_lines=2 if rule else 0)
+            parts += [rule, rounds] if rule else [rounds]
         return Panel(Group(*parts), title=Text(name, "bold"), subtitle=Text(_speed(cache)), padding=(0, 1))
 
 

@@ -1,9 +1,15 @@
-"""The axis of a picture over time: ticks at round milliseconds."""
+"""Milliseconds in pictures: as text, and as an axis with round ticks."""
 
 from __future__ import annotations
 
 from minillm.viz.draw.colours import MUTED
 from minillm.viz.draw.svg import element, label, number
+
+
+def ms_text(seconds: float) -> str:
+    """`seconds` in milliseconds, with fewer decimals for longer times: `0.25 ms`, `2.5 ms`, `250 ms`."""
+    ms = 1000 * seconds
+    return f"{ms:,.0f} ms" if ms >= 20 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.2f} ms"
 
 
 def milliseconds_axis(

@@ -42,7 +42,7 @@ from minillm.viz.draw.svg import (
     number,
     rectangle,
 )
-from minillm.viz.timeline.axis import milliseconds_axis
+from minillm.viz.timeline.axis import milliseconds_axis, ms_text
 
 COLOURS = {
     "tokenise": PURPLE,
@@ -122,13 +122,12 @@ class LatencyWaterfall(Chart):
 
     def describe(self) -> str:
         """The picture in words."""
-        lines = [f"{self.title}. Milliseconds, against a limit of {_ms(self.limit)}."]
+        lines = [f"{self.title}. Milliseconds, against a limit of {ms_text(self.limit)}."]
         for row in self.rows:
             verdict = "under" if row.total < self.limit else "over"
             change = self._change(row)
-            lines.append(
-                f"{row.name}: {_ms(row.total)}, {verdict} the limit{change and f', {change}'} ({_parts_in_words(row)})."
-            )
+            outcome = f"{verdict} the limit{change and f', {change}'}"
+            lines.append(f"{row.name}: {ms_text(row.total)}, {outcome} ({_parts_in_words(row)}).")
         return " ".join(lines)
 
     def to_plotly(self) -> dict[str, object]:
@@ -201,7 +200,7 @@ class LatencyWaterfall(Chart):
             *self._legend(),
             *(self._row(row, TOP + i * LINE, scale) for i, row in enumerate(self.rows)),
             element("path", line),
-            label(limit, TOP - 19, f"{_ms(self.limit)} limit", size=11.5, anchor="middle", fill=INK),
+            label(limit, TOP - 19, f"{ms_text(self.limit)} limit", size=11.5, anchor="middle", fill=INK),
             *milliseconds_axis(LEFT, END, scale, bottom, max_ticks=10),
         )
 
@@ -210,7 +209,7 @@ class LatencyWaterfall(Chart):
 
     def _limit_label(self, at: float) -> dict[str, object]:
         place = {"x": at, "y": 1, "yref": "paper", "xanchor": "center", "yanchor": "bottom"}
-        return {**place, "text": f"{_ms(self.limit)} limit", "showarrow": False}
+        return {**place, "text": f"{ms_text(self.limit)} limit", "showarrow": False}
 
     def _before(self, row: Latency) -> Latency | None:
         return next((other for other in self.rows if other.name == row.before), None)
@@ -272,7 +271,7 @@ class LatencyWaterfall(Chart):
             },
             label(LEFT - 12, top + 16.5, fit_words(row.name, LEFT - 12 - MARGIN, 13), size=13, fill=INK, anchor="end"),
             *parts,
-            label(RIGHT, top + 16, _ms(row.total), size=14, weight=650, fill=INK, anchor="end"),
+            label(RIGHT, top + 16, ms_text(row.total), size=14, weight=650, fill=INK, anchor="end"),
             label(LEFT, top + BAR + 15, parts_text, size=11.5),
         )
 
@@ -280,7 +279,7 @@ class LatencyWaterfall(Chart):
 def _total_label(row: Latency) -> dict[str, object]:
     """The row's total at the end of its bar."""
     place = {"x": 1000 * row.total, "y": row.name, "xanchor": "left", "xshift": 5}
-    return {**place, "text": f"<b>{_ms(row.total)}</b>", "showarrow": False, "bgcolor": PAPER}
+    return {**place, "text": f"<b>{ms_text(row.total)}</b>", "showarrow": False, "bgcolor": PAPER}
 
 
 def _paint(part: str) -> dict[str, str | float | None]:
@@ -302,15 +301,10 @@ def _clauses(row: Latency) -> list[str]:
     """The parts of a row, largest first; parts below 1% of the total are summed as `rest`."""
     order = sorted((p for p in COLOURS if row.seconds.get(p)), key=lambda p: -row.seconds[p])
     large = [p for p in order if row.seconds[p] >= 0.01 * row.total]
-    clauses = [f"{part} {_ms(row.seconds[part])}" for part in large]
+    clauses = [f"{part} {ms_text(row.seconds[part])}" for part in large]
     rest = sum(row.seconds[p] for p in order if p not in large)
-    return [*clauses, f"rest {_ms(rest)}"] if rest else clauses
+    return [*clauses, f"rest {ms_text(rest)}"] if rest else clauses
 
 
 def _parts_in_words(row: Latency) -> str:
     return ", ".join(_clauses(row)) or "nothing"
-
-
-def _ms(seconds: float) -> str:
-    ms = 1000 * seconds
-    return f"{ms:.0f} ms" if ms >= 20 else f"{ms:.1f} ms"

@@ -8,7 +8,7 @@ from minillm.trace import Trace
 from minillm.trace.replay import Replay
 from minillm.trace.static_batching import jobs_of, static_schedule
 from minillm.trace.timeline_state import Row, Timeline, TimelineState
-from minillm.viz.draw.colours import BLUE, CACHED, INK, VERMILLION, owner_letter
+from minillm.viz.draw.colours import BLUE, CACHED, DISCARDED, INK, PAPER, VERMILLION, owner_letter
 from minillm.viz.draw.glyphs import beginning
 from minillm.viz.draw.plural import plural
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, paragraph, rectangle, spans
@@ -240,7 +240,7 @@ def _legend(present: set[str], numbered: set[str], top: float) -> tuple[str, flo
 
 def _swatch(kind: str, x: float, y: float, numbered: bool) -> str:
     if kind == "waiting":
-        return element("path", {"d": f"M{x} {y + 7}h20", "stroke": "#9aa1ac", "stroke-dasharray": "2 2"})
+        return element("path", {"d": f"M{x} {y + 7}h20", "stroke": DISCARDED, "stroke-dasharray": "2 2"})
     if kind == "cached":
         return rectangle(x, y + 5, 20, 6, 0, {"fill": hatched("cached")})
     if kind == "finished":
@@ -249,7 +249,7 @@ def _swatch(kind: str, x: float, y: float, numbered: bool) -> str:
         return label(x + 5, y + 12, "×", size=15, weight=700, fill=VERMILLION)
     inset = 3.5 if kind in ("decode", "idle") else 0
     box = rectangle(x, y + inset, 20, 14 - 2 * inset, 0, cell_look(kind, BLUE))
-    inside = {"prefill": ("n", "#ffffff"), "verify": ("3/4", INK), "preempted": ("✗", VERMILLION)}.get(kind)
+    inside = {"prefill": ("n", PAPER), "verify": ("3/4", INK), "preempted": ("✗", VERMILLION)}.get(kind)
     if not inside or not numbered:
         return box
     return box + label(x + 10, y + 10.5, inside[0], size=9.5, fill=inside[1], anchor="middle")

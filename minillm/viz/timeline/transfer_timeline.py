@@ -9,7 +9,7 @@ from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, GREEN, HAIRLINE, INK, ORANGE, PURPLE, YELLOW, ink_on
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, label, number, rectangle
-from minillm.viz.timeline.axis import milliseconds_axis
+from minillm.viz.timeline.axis import milliseconds_axis, ms_text
 
 PARTS = {
     "activations": (ORANGE, "A"),
@@ -80,9 +80,10 @@ class TransferTimeline(Picture):
         words = [f"{self.title}."]
         for row in self.rows:
             parts = ", ".join(
-                f"{part.name} on the {part.lane} lane from {_ms(part.start)} to {_ms(part.end)}" for part in row.parts
+                f"{part.name} on the {part.lane} lane from {ms_text(part.start)} to {ms_text(part.end)}"
+                for part in row.parts
             )
-            words.append(f"{row.name}: {_ms(row.seconds)} ({parts}).")
+            words.append(f"{row.name}: {ms_text(row.seconds)} ({parts}).")
         return " ".join(words)
 
     def to_svg(self) -> str:
@@ -118,7 +119,7 @@ class TransferTimeline(Picture):
         parts = [
             label(MARGIN, top + 15, fit_words(row.name, LEFT - 80 - MARGIN, 13), size=13, weight=600, fill=INK),
             label(MARGIN, top + 34, fit_words(row.note, LEFT - 80 - MARGIN, 11.5), size=11.5) if row.note else "",
-            label(END + 12, top + LANE + 4, _ms(row.seconds), size=14, weight=650, fill=INK),
+            label(END + 12, top + LANE + 4, ms_text(row.seconds), size=14, weight=650, fill=INK),
         ]
         for i, lane in enumerate(LANES):
             y = top + i * LANE
@@ -141,8 +142,3 @@ def _box(x: float, y: float, width: float, height: float, colour: str, letters: 
         ink = ink_on(colour)
         drawn.append(label(x + width / 2, y + height / 2 + 4, letters, size=11, weight=650, fill=ink, anchor="middle"))
     return drawn
-
-
-def _ms(seconds: float) -> str:
-    ms = 1000 * seconds
-    return f"{ms:,.0f} ms" if ms >= 20 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.2f} ms"

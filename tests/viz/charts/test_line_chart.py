@@ -8,8 +8,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from minillm.errors import ConfigError
-from minillm.viz.charts.line_chart import COLOURS, PLOT_HEIGHT, TOP, Axis, LineChart, Series, tick_text
+from minillm.viz.charts.line_chart import LineChart, Series
 from minillm.viz.draw.colours import PAPER, _luminance
+from minillm.viz.draw.plot import COLOURS, PLOT_HEIGHT, TOP, Axis, tick_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from minillm.errors import ConfigError
-from minillm.viz.charts.line_chart import LEFT, PLOT_HEIGHT, TOP
 from minillm.viz.charts.roofline import END, NAME_SIZE, Point, Roof, Roofline
+from minillm.viz.draw.plot import LEFT, PLOT_HEIGHT, TOP
 from minillm.viz.draw.svg import SANS_EM
 from tests.viz.pictures import SVG, description, found, parse, states, text_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from minillm.errors import ConfigError
 from minillm.viz import AcceptanceStrip, CachePagesView, ErrorMap, show
-from minillm.viz.charts.line_chart import Axis, LineChart, Series
+from minillm.viz.charts import Axis, LineChart, Series
 from minillm.viz.draw.output import NARROW, as_html, output, place, stack
 from tests.trace.traces import story
 from tests.viz.pictures import parse

@@ -17,7 +17,6 @@ from minillm.trace import StepFinished, Trace
 from minillm.trace.page import Page
 from minillm.trace.replay import Replay
 from minillm.trace.run_metrics import RunMetrics
-from minillm.trace.step_metrics import step_metrics
 from minillm.viz import CachePagesView, CacheState, TimelineView
 from minillm.viz.draw import glyphs
 from minillm.viz.draw.colours import owner_letter
@@ -72,6 +71,14 @@ def test_description_holds_the_numbers_of_the_picture():
     assert "24 blocks of 16 slots: 10 used, 14 free; waste 21 of 160 slots (13%)" in words
     assert "Request B (verify 4 drafts, 1 right): 39 of 40 tokens in the cache, 3 blocks" in words
     assert "B rolled back 3 slots" in words
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_finished_request_is_not_said_to_be_in_the_cache(narrow):
+    view = CachePagesView(story(), narrow=narrow)
+    for words in (description(view.to_svg()), view.describe()):
+        assert words.count("(done: ") == 3
+        assert "in the cache" not in words and ", 0 blocks" not in words
 
 
 def test_title_and_description_name_the_picture_for_screen_readers():
@@ -330,6 +337,15 @@ def test_legend_explains_what_is_there_and_nothing_else():
     assert "written slot" in last, "in the history"
 
 
+def test_legend_explains_the_outline_of_pages_that_were_freed_full_and_stay_cached():
+    s = Script(num_blocks=4, caching=True)
+    s.add("a", "a", 31)
+    s.step(prefill("a", 31))
+    s.step(decode("a", finish="length"))
+    assert [page.state for page in state_at(s.trace, 2).pages()] == ["cached", "cached", "free", "free"]
+    assert "freed this step" in text_of(found(CachePagesView(s.trace).to_svg(), "legend")[0])
+
+
 def test_copied_page_names_its_source_and_cached_pages_are_hatched():
     assert "4←3" in CachePagesView(sharing()).to_svg(2)
     svg = CachePagesView(sharing()).to_svg(8)
@@ -456,7 +472,6 @@ def test_a_layout_that_drops_tokens_is_not_said_to_waste_slots(tiny: TinyPair, l
     svg = CachePagesView(trace).to_svg(state.step)
     assert "empty slot" in svg and "waste" not in svg and "IN CACHE" not in svg and "COMPUTED" in svg
     assert RunMetrics.of(trace).waste_share == 0
-    assert {metrics.kv_slot_utilisation for metrics in step_metrics(trace)} == {None}
 
 
 def test_a_prompt_that_is_computed_again_after_a_preemption_is_a_recomputation(tiny: TinyPair) -> None:

@@ -58,7 +58,8 @@ def test_the_ring_lies_on_the_chosen_number() -> None:
         (decided(0.0, (4,)), "4 drafts: the most tokens per second, predicted"),
         (decided(0.9, (0,)), "every number of drafts is predicted to be slower"),
         (DraftsPlanned(["a"], [0], [[0.5]], [1.0, 1.01]), "1 draft would give 1.01× plain decoding, a gain too small"),
-        (DraftsPlanned(["a"], [1], [[0.1]], [1.0, 0.7]), "1 draft as a trial"),
+        (DraftsPlanned(["a"], [1], [[0.1]], [1.0, 0.7]), "1 draft: a trial, "),
+        (DraftsPlanned(["a"], [8], [[0.9] * 4], [1.0, 1.2, 1.5]), "or room for the longer draft of two methods; the"),
     ],
 )
 def test_the_reason_is_the_one_that_holds(event: DraftsPlanned, says: str) -> None:
@@ -66,6 +67,7 @@ def test_the_reason_is_the_one_that_holds(event: DraftsPlanned, says: str) -> No
     assert says in picture.reason
     assert picture.reason in description(picture.to_svg()) and description(picture.to_svg()) == picture.describe()
     assert repr(picture) == "<DraftDecision>"
+    assert ("the chosen number" in picture.to_svg()) == (picture.chosen < len(event.speedups))
 
 
 def test_many_requests_are_counted_where_there_is_no_room() -> None:

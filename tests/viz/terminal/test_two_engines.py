@@ -18,7 +18,7 @@ from minillm.viz.terminal.pool_in_text import CacheBlocks
 from minillm.viz.terminal.rounds_in_text import AcceptanceRounds
 from minillm.viz.terminal.signs import plain
 from minillm.viz.terminal.two_engines import DemoScreen, final_table, watch
-from tests.trace.traces import Script, busy, decode, prefill, sharing, story
+from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
 
 
 class AsciiStream(io.StringIO):
@@ -82,6 +82,38 @@ def crowd(count, *, shared):
             s.share(str(i), "0")
     s.step(*(prefill(str(i), 4 if shared else 20) for i in range(1, count)))
     return s.trace
+
+
+def two_at_a_time(drafts=""):
+    """Of four requests, two have finished and two run."""
+    s = Script(caching=True)
+    for name in "0123":
+        s.add(name, f"prompt {name}", 20)
+    for pair, end in (("01", "length"), ("23", None)):
+        s.step(*(prefill(name, 20) for name in pair))
+        for finish in (None, end):
+            s.step(*(verify(name, drafts, 0, finish=finish) for name in pair))
+    return s.trace
+
+
+def test_of_too_many_requests_those_that_have_finished_are_left_out_first():
+    told = printed(CacheBlocks(Replay(two_at_a_time(), CacheState).at(), max_rows=2)).splitlines()
+    assert [line[1:13] for line in told if "prompt" in line] == ["C   prompt 2", "D   prompt 3"]
+    assert "  and 2 more" in told
+    assert "Drafts of C" in printed(DemoScreen({"x": two_at_a_time("abc")}))
+
+
+def test_a_finished_request_has_no_tokens_in_the_cache():
+    rows = [line for line in printed(CacheBlocks(Replay(story(), CacheState).at())).splitlines() if "done: " in line]
+    assert len(rows) == 3 and all(" – " in row and " of " not in row for row in rows)
+
+
+def test_the_legend_is_on_a_screen_of_24_lines():
+    screen = DemoScreen({"plain": two_at_a_time(), "speculative": two_at_a_time("abc")})
+    short, tall = (printed(screen, height=height).splitlines() for height in (24, 30))
+    assert len(short) <= 24 < len(tall) <= 30
+    assert "rolled back" in short[-2] and "░ cached" in short[-2]
+    assert any("accepted at" in line for line in short)
 
 
 def test_requests_after_z_have_names_of_their_own():

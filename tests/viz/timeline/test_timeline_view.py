@@ -240,6 +240,33 @@ def test_the_pages_call_work_after_a_preemption_what_the_timeline_calls_it(num_p
     assert called == [row.cells[step].kind for step in (1, 3, 4, 5)] == ["prefill", "recompute", "recompute", "prefill"]
 
 
+def test_pages_and_timeline_call_all_that_was_lost_recomputed_after_a_second_preemption():
+    s = Script(4, 20)
+    s.add("a", "def f():", 12)
+    s.step(prefill("a", 12))
+    s.step(preempt=["a"])
+    s.step(prefill("a", 4))
+    s.step(preempt=["a"])
+    for num_tokens in (4, 4, 5):
+        s.step(prefill("a", num_tokens))
+    [row] = timeline_of(s.trace).rows
+    assert kinds(row) == "prefill preempted recompute preempted recompute recompute recompute"
+    for step, done in ((5, 4), (6, 8), (7, 13)):
+        assert f"(recompute {done} of {13 if step < 7 else 14})" in CachePagesView(s.trace).describe(step)
+
+
+def test_pages_and_timeline_call_what_an_interrupt_cost_recomputed():
+    s = Script(4, 20)
+    s.add("a", "def f():", 8)
+    s.step(prefill("a", 8))
+    s.step(decode("a"))
+    s.interrupt("a")
+    s.step(prefill("a", 10))
+    [row] = timeline_of(s.trace).rows
+    assert kinds(row) == "prefill decode recompute"
+    assert "(recompute 10 of 11)" in CachePagesView(s.trace).describe()
+
+
 def test_a_request_aborted_before_it_could_run_ends_where_it_arrives():
     s = Script(gamma=0)
     s.add("early", "def early():", 4)
