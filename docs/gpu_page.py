@@ -6,10 +6,10 @@ import textwrap
 
 from results import EARLIER, Result, is_of_bundled_weights, load, number, revision, table_head
 
-from minillm.bench.on_gpu.stage_runner import STAGES
+from minillm.bench.on_gpu.stage_runner import SKIPPED, STAGES
 
-LATEST, FIRST = "gpu", "gpu_first"
-"""The latest run, and the first one, from which the stages come that the latest left out."""
+RUNS = ("gpu", "gpu_first")
+"""The results of `minillm bench gpu`, newest first. A stage is taken from the first of them that has it."""
 RATES = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "bytes": (2**20, "MiB")}
 """Units that are printed in larger ones."""
 NAMES = {"last cache": "last-level cache"}
@@ -28,16 +28,30 @@ WORDS = {
 
 def gpu_tables() -> str:
     """What stands between the marks of `docs/gpu.md`."""
-    parts = [_about(LATEST)]
-    parts += [_section(stage) for stage in load(LATEST)["stages"]]
-    left_out = [stage for stage in load(FIRST)["stages"] if stage["name"] not in _names(LATEST)]
-    if left_out:
-        parts += ["## Stages of an earlier run\n", _about(FIRST)]
-        parts += [_section(stage) for stage in left_out]
-    measured = {*_names(LATEST), *_names(FIRST)}
+    parts: list[str] = []
+    for run in RUNS:
+        if stages := _shown(run):
+            parts += ["## Stages of an earlier run\n"] if parts else []
+            parts += [_about(run), *map(_section, stages)]
+    measured = {name for run in RUNS for name in _names(run)}
     if missing := [f"`{stage.name}` ({stage.description})" for stage in STAGES if stage.name not in measured]:
-        parts += ["## Not measured\n", f"Neither run has {', '.join(missing)}.\n"]
+        none = "Neither run" if len(RUNS) == 2 else "No run"
+        parts += ["## Not measured\n", f"{none} has {', '.join(missing)}.\n"]
     return "\n".join(parts)
+
+
+def newest_run(stage: str) -> str:
+    """The newest result that has a stage. Raises `ValueError` if none has."""
+    found = next((run for run in RUNS if stage in _names(run)), None)
+    if found is None:
+        raise ValueError(f"no result of a GPU has the stage {stage!r}")
+    return found
+
+
+def newest_stage(name: str) -> Result:
+    """A stage of the newest result that has it."""
+    [found] = [stage for stage in load(newest_run(name))["stages"] if stage["name"] == name]
+    return found
 
 
 def _section(stage: Result) -> str:
@@ -60,41 +74,55 @@ def _section(stage: Result) -> str:
 
 def gpu_words() -> str:
     """The README's sentences. Raises `ValueError` if the results no longer say so."""
-    checks, engine = _stage("check"), _stage("engine")
+    checks, engine, run = newest_stage("check"), newest_stage("engine"), newest_run("decode")
     same = [m for m in engine["metrics"] if m["name"].endswith("graphs on = off")]
     done = checks["metrics"] and same and {checks["status"], engine["status"]} == {"done"}
     if not (done and all(m["met"] is not False for m in checks["metrics"]) and all(m["met"] for m in same)):
         raise ValueError("the README says that all kernels are correct and that graphs change no token")
+    bundled, decode = newest_stage("bundled"), newest_stage("decode")
     fastest = max(
-        (m for m in _stage("bundled")["metrics"] if m["name"].startswith("transformers") and m["unit"] == "tokens/s"),
+        (m for m in bundled["metrics"] if m["name"].startswith("transformers") and m["unit"] == "tokens/s"),
         key=lambda m: m["value"],
     )
     way = fastest["name"].removesuffix(", decode").removeprefix("transformers ")
-    if way.endswith("compiled") and _without_graphs(_stage("bundled")):
+    if way.endswith("compiled") and _without_graphs(bundled):
         way += " without CUDA graphs"
+    about = [way, *_origin("bundled", run)]
+    about += ["earlier weights"] * (not is_of_bundled_weights(newest_run("bundled")))
     ours = _metric("bundled", "minillm fp32, decode")["value"]
-    int8 = "INT8 weights" + " (the unembedding in 16 bits)" * _only_layers_in_int8(_stage("decode"))
-    missed = [f"{WORDS.get(m['name'], m['name'])} ({m['value']:.2f}, asked {m['target']})" for m in _missed()]
+    int8 = "INT8 weights" + " (the unembedding in 16 bits)" * _only_layers_in_int8(decode)
+    missed = [m for name in RUNS for m in _missed(name)]
+    misses = [f"{WORDS.get(m['name'], m['name'])} ({m['value']:.2f}, asked {m['target']})" for m in missed]
     text = (
-        f"On one {load(LATEST)['hardware']['gpu']['name']}, `minillm bench gpu` (revision {revision(load(LATEST))}) "
-        "found every kernel within the rounding of its reference, and the same tokens with CUDA graphs as without. "
+        f"On one {_gpu(run)}, `minillm bench gpu` (revision {revision(load(run))}) found every kernel within the "
+        f"rounding of its reference{_aside('check', run)}, and the same tokens with CUDA graphs as "
+        f"without{_aside('engine', run)}. "
         "A model of the shape of Llama 3.1 8B with random "
         f"weights in 16 bits decodes {_value('decode', 'half batch 1')} tokens/s at "
         f"{_metric('decode', 'half decode, MBU')['value']:.0%} of the bandwidth of a copy, "
         f"{_metric('decode', 'int8 over half')['value']:.2f}× as many with {int8}, and "
         f"{_value('decode', 'half batch 128')} tokens/s with 128 requests at once (steps of the model alone, after "
-        f"{_stage('decode')['notes']['context']} tokens). The bundled model "
+        f"{decode['notes']['context']} tokens). The bundled model "
         f"in float32 decodes {number(ours)} tokens/s, the fastest way of transformers that was tried "
-        f"{number(fastest['value'])} ({way}{_earlier('bundled')}).{_cut(LATEST)} "
-        f"What missed its target: {'; '.join(missed) or 'nothing'}. All figures: [docs/gpu.md](docs/gpu.md)."
+        f"{number(fastest['value'])} ({'; '.join(about)}).{_cut(run)} "
+        f"What missed its target: {'; '.join(misses) or 'nothing'}. All figures: [docs/gpu.md](docs/gpu.md)."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
-def _earlier(stage: str) -> str:
-    """Marks for a stage whose figures are of an earlier run or of earlier weights."""
-    run = LATEST if stage in _names(LATEST) else FIRST
-    return "; earlier run" * (run == FIRST) + "; earlier weights" * (not is_of_bundled_weights(run))
+def _origin(stage: str, run: str) -> list[str]:
+    """Marks for a stage whose figures are of another run than `run`, and perhaps of another GPU."""
+    own = newest_run(stage)
+    if own == run:
+        return []
+    order = "earlier run" if RUNS.index(own) > RUNS.index(run) else "newer run"
+    return [order] if _gpu(own) == _gpu(run) else [order, _gpu(own)]
+
+
+def _aside(stage: str, run: str) -> str:
+    """The same marks in brackets."""
+    marks = _origin(stage, run)
+    return f" ({'; '.join(marks)})" if marks else ""
 
 
 def _cut(run: str) -> str:
@@ -108,8 +136,7 @@ def _about(run: str) -> str:
     hardware, versions = result["hardware"], result["versions"]
     gpu = hardware["gpu"]
     weights = "" if is_of_bundled_weights(run) else f" The bundled model was measured {EARLIER}."
-    shown = set(_names(run)) - (set(_names(LATEST)) if run == FIRST else set())
-    missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for m in _missed(run, shown)]
+    missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for m in _missed(run)]
     text = (
         f"{gpu['name']} ({gpu['total'] / 2**30:.0f} GiB), host {hardware['cpu']['name']}, PyTorch {versions['torch']}, "
         f"Triton {versions['triton']}, revision {revision(result)} (`benchmarks/{run}.json`).{_cut(run)}{weights}"
@@ -198,25 +225,27 @@ def _shortened(note: str) -> str:
     return note.splitlines()[0].replace("|", "\\|")
 
 
-def _missed(run: str = LATEST, shown: set[str] | None = None) -> list[Result]:
-    """The metrics that missed their target, of the stages `shown`; None: of all."""
-    stages = [stage for stage in load(run)["stages"] if shown is None or stage["name"] in shown]
-    return [m for stage in stages for m in stage["metrics"] if m["met"] is False]
+def _missed(run: str) -> list[Result]:
+    """The metrics that missed their target, of the stages that are taken from a run."""
+    return [m for stage in _shown(run) for m in stage["metrics"] if m["met"] is False]
+
+
+def _shown(run: str) -> list[Result]:
+    """The stages that are taken from a run."""
+    return [newest_stage(name) for name in _names(run) if newest_run(name) == run]
 
 
 def _names(run: str) -> list[str]:
-    return [stage["name"] for stage in load(run)["stages"]]
+    """The stages that a run has: those for which no time was left have nothing."""
+    return [stage["name"] for stage in load(run)["stages"] if stage["status"] != SKIPPED]
 
 
-def _stage(name: str) -> Result:
-    """A stage of the latest run, or of the first one if the latest left it out."""
-    run = LATEST if name in _names(LATEST) else FIRST
-    [found] = [stage for stage in load(run)["stages"] if stage["name"] == name]
-    return found
+def _gpu(run: str) -> str:
+    return str(load(run)["hardware"]["gpu"]["name"])
 
 
 def _metric(stage: str, name: str) -> Result:
-    [found] = [metric for metric in _stage(stage)["metrics"] if metric["name"] == name]
+    [found] = [metric for metric in newest_stage(stage)["metrics"] if metric["name"] == name]
     return found
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from results import EARLIER, Result, is_of_bundled_weights, load, revision, row_of
 
-BLOCKS_PER_REPLICA = 1 << 16
-"""That the router remembers, unless it is told otherwise (`minillm.cluster.prefix_table`)."""
+from minillm.cluster.prefix_table import BLOCKS_PER_REPLICA
+
 REQUESTS_PER_REPLICA = 1
 
 

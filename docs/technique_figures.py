@@ -8,23 +8,24 @@ import statistics
 from functools import cache
 from typing import Any
 
+from gpu_page import newest_run, newest_stage
 from results import ROOT, load, revision
 
 
 def gpu_op(op: str, kind: str = "", tokens: int = 1, context: int | None = None) -> dict[str, Any]:
     """What a GPU measured of the kernel of an op by itself."""
-    [stage] = [stage for stage in load("gpu")["stages"] if stage["name"] == "kernels"]
     wanted = {"op": op, "kind": kind, "tokens": tokens, "context": context, "implementation": "triton"}
-    [found] = [row["config"] for row in stage["rows"] if wanted.items() <= row["config"].items()]
+    [found] = [row["config"] for row in newest_stage("kernels")["rows"] if wanted.items() <= row["config"].items()]
     return found
 
 
 def gpu_attention() -> str:
     """The speed of the attention kernel on a GPU, over gathering and two products in PyTorch."""
+    run = load(newest_run("kernels"))
     return (
-        f"one token after 2,000 on an {load('gpu')['hardware']['gpu']['name']}: "
+        f"one token after 2,000 on an {run['hardware']['gpu']['name']}: "
         f"{gpu_op('paged_attention', context=2000)['cold_ratio']:.2f}× gathering and two products in PyTorch, revision "
-        f"{revision(load('gpu'))}"
+        f"{revision(run)}"
     )
 
 

@@ -51,7 +51,7 @@ class Provider {
         maxTokens: {
           title: 'Most tokens',
           description: 'The most tokens of a suggestion. More take longer.',
-          type: 'number',
+          type: 'integer',
           minimum: 1,
           maximum: 256
         }

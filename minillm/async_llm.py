@@ -57,7 +57,8 @@ class AsyncLLM:
         if has_launched_ranks(args):
             raise UnsupportedError(
                 "the ranks of torchrun need the same requests at the same step, and those of an AsyncLLM or a server "
-                "arrive at any time; use LLM, or start one process without torchrun (its backend is then 'mp')"
+                "arrive at any time; use LLM, or leave out distributed_executor_backend and start one process without "
+                "torchrun"
             )
         self.llm_engine = LLMEngine(args)
         self.max_num_queued_reqs = max_num_queued_reqs
@@ -117,8 +118,9 @@ class AsyncLLM:
     ) -> OutputStream:
         """Check and queue a prompt. Returns the stream of its outputs. Without `params`, see `LLMEngine.prepare`.
 
-        Raises `PromptError`, `ConfigError`, `RequestTooLargeError`, `QueueOverflowError` or `EngineDeadError`, and then
-        nothing is queued. If the id is in use, the stream raises `MinillmError`.
+        Raises `PromptError`, `ConfigError`, `RequestTooLargeError`, `QueueOverflowError`, `EngineDeadError`, or
+        `MinillmError` for an id that `check_request_id` refuses, and then nothing is queued. If the id is in use, the
+        stream raises `MinillmError`.
         """
         await self.check_health()
         check_sampling_params(params)
@@ -291,7 +293,7 @@ def _run_loop(engine: weakref.ref[AsyncLLM], inbox: SimpleQueue[Callable[[], Non
 
 def _failed(problem: Exception) -> EngineGenerateError:
     """The error for one request of a step that failed. Each request gets its own, with its own traceback."""
-    error = EngineGenerateError(f"the step that ran this request failed: {type(problem).__name__}: {problem}")
+    error = EngineGenerateError(f"a step failed with this request in the engine: {type(problem).__name__}: {problem}")
     error.__cause__ = problem
     return error
 

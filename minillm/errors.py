@@ -49,7 +49,8 @@ class NonFiniteLogitsError(MinillmError):
 
 
 class EngineGenerateError(MinillmError):
-    """A step failed, and with it the requests that it ran. The engine goes on with others."""
+    """A step failed, and with it the request that it failed for; if that is not known, all that were in the engine.
+    The engine goes on."""
 
 
 class EngineDeadError(MinillmError):

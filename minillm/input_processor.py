@@ -53,10 +53,10 @@ class InputProcessor:
         Without `params`, the defaults count. A default `max_tokens`, and one of None, end where the context or the
         block pool ends (`room_after`).
 
-        Raises `PromptError`, `ConfigError`, or `RequestTooLargeError` for a prompt that alone fills the block pool.
+        Raises `PromptError`, `ConfigError`, or `RequestTooLargeError` for a prompt that is larger than the block pool.
         """
         check_sampling_params(params)
-        if not isinstance(priority, int) or isinstance(priority, bool):
+        if not isinstance(priority, Integral) or isinstance(priority, bool):
             raise ConfigError(f"priority={priority!r} must be an integer; lower runs first")
         text, token_ids, salt = self._read_prompt(prompt)
         is_default = params is None
@@ -84,7 +84,7 @@ class InputProcessor:
                 max_tokens=max_tokens,
                 seed=request_seed(params.seed, self.seed, number, index),
                 index=index,
-                priority=priority,
+                priority=int(priority),
                 cache_salt=salt,
                 fork_of=group[0] if group and self.shares_prompts else None,
                 stop_ids=stop_ids,
@@ -148,10 +148,11 @@ class InputProcessor:
         return text, token_ids, salt
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `PromptError` for more tokens than the context has, `RequestTooLargeError` for a prompt that alone
-        fills the block pool."""
+        """Raise `PromptError` for more tokens than the context has, `RequestTooLargeError` for a prompt that is
+        larger than the block pool."""
         if num_prompt_tokens + max(max_tokens, 1) > self.max_model_len:
-            fix = "shorten the prompt or lower max_tokens" if max_tokens > 1 else "shorten the prompt"
+            may_lower = max_tokens > 1 and num_prompt_tokens < self.max_model_len
+            fix = "shorten the prompt or lower max_tokens" if may_lower else "shorten the prompt"
             raise PromptError(
                 f"{num_prompt_tokens} prompt tokens and {max(max_tokens, 1)} new ones are over the context of "
                 f"{self.max_model_len}; {fix}"

@@ -72,9 +72,10 @@ class LLM:
         """Complete every prompt. Returns one output per prompt, in the same order.
 
         `use_tqdm`: whether there is a progress bar, or what makes it in place of `tqdm`. All prompts are checked before
-        anything is computed. An interrupt aborts the requests of this call, so the next
-        call starts clean. Several threads may call it at once: their requests are batched into the same steps. Raises
-        `PromptError`, `ConfigError` or `RequestTooLargeError`.
+        anything is computed. An interrupt aborts the requests of this call, so the next call starts clean. Several
+        threads may call it at once: their requests are batched into the same steps. Raises `PromptError`, `ConfigError`
+        or `RequestTooLargeError` for bad arguments, and `NonFiniteLogitsError` if the model's logits are NaN or
+        infinite.
         """
         groups = self._prepare(prompts, sampling_params, priority)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
@@ -135,16 +136,17 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The completion of one prompt as an iterator of pieces of text. Closing the iterator aborts the request.
 
-        Raises the errors of `generate` at once.
+        Raises the errors of `generate`, those for bad arguments at once.
         """
         if not isinstance(prompt, str | Mapping):
             raise PromptError(f"stream continues one prompt, which is text or a mapping, not {type(prompt).__name__}")
         groups = self._prepare(prompt, sampling_params)
-        params = groups[0][0].params
-        if params.n > 1:
-            raise ConfigError(f"n={params.n} completions cannot be streamed into one text; use n=1")
-        if not params.detokenize:
+        request = groups[0][0]
+        if request.params.n > 1:
+            raise ConfigError(f"n={request.params.n} completions cannot be streamed into one text; use n=1")
+        if not request.params.detokenize:
             raise ConfigError("detokenize=False gives no text to stream; leave it out, or use generate")
+        self.engine.check_fits(request)
         return self._pieces(groups)
 
     def _pieces(self, groups: list[list[Request]]) -> Iterator[str]:
@@ -168,7 +170,8 @@ class LLM:
     ) -> list[Request]:
         """Queue prompts without running them, for callers that run `engine.step()` themselves.
 
-        Returns one request per completion, in order. Raises the same errors as `generate`, before anything is queued.
+        Returns one request per completion, in order. Raises the errors of `generate` for bad arguments, before anything
+        is queued.
         """
         groups = self._prepare(prompts, sampling_params, priority)
         self.llm_engine.queue(groups)

@@ -86,8 +86,8 @@ class LLMEngine:
     ) -> None:
         """Queue a prompt under an id of your choice; `priority` has an effect if `scheduling_policy="priority"`.
 
-        Raises `PromptError`, `RequestTooLargeError`, or `MinillmError` if the id is in use. On an error nothing is
-        queued.
+        Raises `PromptError`, `ConfigError` or `RequestTooLargeError`, or `MinillmError` for an id that is in use or
+        that `check_request_id` refuses. On an error nothing is queued.
         """
         check_request_id(request_id)
         self.add_prepared(request_id, self.prepare(prompt, params, priority, request_id))

@@ -39,8 +39,8 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The newest output. Raises `EngineGenerateError` or `EngineDeadError` if the engine failed, and
-        `StopAsyncIteration` at the end, or when the stream is closed meanwhile."""
+        """The newest output. Raises `EngineGenerateError` or `EngineDeadError` if the engine failed, `MinillmError` if
+        the id was in use, and `StopAsyncIteration` at the end, or when the stream is closed meanwhile."""
         if self.ended and not self._ready.is_set():
             raise StopAsyncIteration
         await self._ready.wait()

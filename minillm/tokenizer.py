@@ -45,7 +45,8 @@ class Tokenizer:
 
         vLLM takes the tokenizer that transformers makes. For a `LlamaTokenizer` transformers 5 builds it again from
         vocabulary and merges, and then reads a text with n spaces in front as n of SentencePiece's `▁` instead of
-        n + 1. The file agrees with SentencePiece, with which such models were trained.
+        n + 1. The file agrees with SentencePiece, with which such models were trained. Which tokens are special is also
+        taken from this file alone; transformers adds those that only `tokenizer_config.json` names.
 
         Raises `CheckpointError` if `folder` has no tokenizer that can be read, a broken `tokenizer_config.json`, or a
         broken `special_tokens_map.json` that is needed.
@@ -66,12 +67,17 @@ class Tokenizer:
 
         Raises `PromptError` for text that is not valid Unicode, or that the checkpoint's tokenizer fails on.
         """
+        return self.encode_with_offsets(text, add_special_tokens).ids
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        """As `encode`; the result also has the character range of each token."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as problem:
-            raise PromptError(f"character {problem.start} of the prompt is half a surrogate pair; remove it") from None
+            half = text[problem.start]
+            raise PromptError(f"the prompt has half a surrogate pair, {half!r}; remove it") from None
         with _panics_as(PromptError, f"the tokenizer in {self.folder} fails on this prompt", "change one of the two"):
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids outside the vocabulary add nothing."""
@@ -176,8 +182,6 @@ class Tokenizer:
             ) from None
 
 
-REPLACEMENT = "\ufffd"
-"""Stands for bytes that are no character."""
 MAX_BYTES = 4
 """Of a character in UTF-8."""
 
@@ -187,8 +191,8 @@ class Detokenizer:
 
     With a byte-level vocabulary it buffers bytes until a character is complete. With any other (SentencePiece) it keeps
     the last token, because the text of a token depends on the one before it; raw byte tokens, such as that of a line
-    end, are held back until they form whole characters. Bytes that never do become U+FFFD. (Decoded at once, so do all
-    byte tokens next to them.)
+    end, are held back until they form a character. Bytes that never do become U+FFFD, and so do the byte tokens behind
+    them. (Decoded at once, so do those in front of them, too.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
@@ -202,9 +206,8 @@ class Detokenizer:
     def restart(self) -> None:
         """Forget all tokens that were added."""
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._ids = list(self._before)
-        self._emitted = self.tokenizer.decode(self._ids)
-        self._start_byte_run()
+        self._last = list(self._before)  # the tokens of the last character or word that was given out
+        self._held: list[int] = []  # tokens that were not
 
     def append(self, token_id: int) -> str:
         """Add a token. Returns the text that it completes; empty while a character is incomplete."""
@@ -214,39 +217,35 @@ class Detokenizer:
             return self._characters.decode(self.tokenizer.token_bytes(token_id))
         if self.tokenizer.backend.id_to_token(token_id) is None:
             return ""
-        self._ids.append(token_id)
-        if not self.tokenizer.is_byte(token_id):
-            self._start_byte_run()
-        elif not self._may_be_text(token_id) or REPLACEMENT in self._decode(self._ids)[len(self._emitted) :]:
-            return ""
-        return self._take()
+        if self.tokenizer.is_byte(token_id):
+            self._held.append(token_id)
+            return self._take() if self._holds_a_character() else ""
+        broken = self.flush()
+        self._held.append(token_id)
+        return broken + self._take()
 
-    def _start_byte_run(self) -> None:
-        """What follows is no continuation of a run of byte tokens."""
-        self._run = codecs.getincrementaldecoder("utf-8")()
-        self._run_is_broken = False
-
-    def _may_be_text(self, token_id: int) -> bool:
-        """Whether the run of byte tokens that this one ends may still be whole characters. If not, what is held back of
-        it never will be, and is decoded once, at the end of the run."""
-        if not self._run_is_broken:
-            try:
-                self._run.decode(self.tokenizer.token_bytes(token_id))
-            except UnicodeDecodeError:
-                self._run_is_broken = True
-        return not self._run_is_broken
+    def _holds_a_character(self) -> bool:
+        """Whether the byte tokens held back are a character; never, if they begin with bytes that are none."""
+        try:
+            b"".join(map(self.tokenizer.token_bytes, self._held[:MAX_BYTES])).decode()
+        except UnicodeDecodeError:
+            return False
+        return True
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of a request. Incomplete characters become U+FFFD."""
-        return self._characters.decode(b"", final=True) if self.tokenizer.is_byte_level else self._take()
+        if self.tokenizer.is_byte_level:
+            return self._characters.decode(b"", final=True)
+        if self._held:
+            self._last = []  # next to them, the bytes of a character would become U+FFFD again
+        return self._take()
 
     def _take(self) -> str:
-        piece = self._decode(self._ids)[len(self._emitted) :]
-        kept = 1
-        while kept < min(len(self._ids), MAX_BYTES) and REPLACEMENT in self._decode(self._ids[-kept:]):
-            kept += 1  # so that all bytes of a character stay together
-        self._ids = self._ids[-kept:]
-        self._emitted = self._decode(self._ids)
+        if not self._held:
+            return ""
+        shown = self._decode(self._last)
+        piece = self._decode(self._last + self._held)[len(shown) :]
+        self._last, self._held = self._held[-MAX_BYTES:], []
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -16,7 +16,6 @@ import pytest
 
 from minillm import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
 from minillm.engine.engine import Engine
-from minillm.engine.step_rows import StepRows
 from minillm.errors import (
     ConfigError,
     EngineDeadError,
@@ -28,6 +27,7 @@ from minillm.errors import (
     UnsupportedError,
 )
 from minillm.trace import RequestAdded, RequestFinished
+from tests.broken_logits import break_logits
 from tests.conftest import TinyPair
 from tests.held_engine import PATIENCE_S, held
 
@@ -303,17 +303,7 @@ def test_broken_logits_end_only_the_request_they_belong_to(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, bad: SamplingParams
 ) -> None:
     good = [run(lambda i=i: alone(tiny, PROMPTS[i])) for i in range(3)]
-    forward = Engine._run
-
-    def forward_or_nan(self: Engine, scheduled: Any) -> Any:
-        logits, hidden = forward(self, scheduled)
-        logits = logits.clone()  # a normal tensor, which can be written to
-        for item, part in zip(scheduled, StepRows(scheduled, logits).by_request, strict=True):
-            if item.request.request_id.startswith("bad") and item.request.num_output_tokens > 5:
-                part.fill_(float("nan"))
-        return logits, hidden
-
-    monkeypatch.setattr(Engine, "_run", forward_or_nan)
+    break_logits(monkeypatch, lambda request: request.request_id.startswith("bad") and request.num_output_tokens > 5)
     with served(tiny) as engine:
 
         async def job() -> None:

@@ -58,6 +58,12 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"minillm {minillm.__version__}\n"
 
 
+def test_python_runs_the_package_as_the_command():
+    command = [sys.executable, "-m", "minillm", "--version"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"minillm {minillm.__version__}\n")
+
+
 @pytest.mark.parametrize("argv", [[], ["no-such-command"], ["doctor", "--no-such-option"], ["bench", "nothing"]])
 def test_unknown_words_are_refused_with_usage(argv, capsys):
     with pytest.raises(SystemExit) as stopped:

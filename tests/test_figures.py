@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from minillm.bench.on_gpu.findings import MEASURED, Metric
+from minillm.bench.on_gpu.stage_runner import SKIPPED
 from minillm.bench.speculation import FIRST_ACCEPTED, NEXT_ACCEPTED
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -195,10 +200,11 @@ def test_a_result_of_a_run_that_was_ended_is_refused(
 def test_a_stage_that_a_gpu_run_was_ended_before_is_named(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     page = importlib.import_module("gpu_page")
     real: Callable[[str], dict[str, Any]] = page.load
+    name = page.newest_run("decode")
     for asked, is_said in (([], False), (["bundled"], True)):
-        run = copy.deepcopy(real(page.LATEST))
+        run = copy.deepcopy(real(name))
         run["config"]["stages"] = [stage["name"] for stage in run["stages"]] + asked
-        monkeypatch.setattr(page, "load", lambda file, run=run: run if file == page.LATEST else real(file))
+        monkeypatch.setattr(page, "load", lambda file, run=run: run if file == name else real(file))
         for text in (page.gpu_tables(), page.gpu_words()):
             assert ("The run was ended before its stage `bundled`." in " ".join(text.split())) is is_said
 
@@ -207,9 +213,9 @@ def test_a_stage_that_no_gpu_run_has_is_named(figures: ModuleType, monkeypatch: 
     page = importlib.import_module("gpu_page")
     assert "Neither run has `training` (training steps as CUDA graphs)." in page.gpu_tables()
     real: Callable[[str], dict[str, Any]] = page.load
-    run = copy.deepcopy(real(page.LATEST))
+    run = copy.deepcopy(real(page.RUNS[0]))
     run["stages"].append({**run["stages"][0], "name": "training"})
-    monkeypatch.setattr(page, "load", lambda file: run if file == page.LATEST else real(file))
+    monkeypatch.setattr(page, "load", lambda file: run if file == page.RUNS[0] else real(file))
     assert "Neither run" not in page.gpu_tables()
 
 
@@ -220,23 +226,52 @@ def test_transformers_without_cuda_graphs_is_not_called_compiled_alone(
     without = "`compiled` is without CUDA graphs"
     assert "(fp32 compiled without CUDA graphs;" in " ".join(page.gpu_words().split()) and without in page.gpu_tables()
     real: Callable[[str], dict[str, Any]] = page.load
-    run = copy.deepcopy(real(page.FIRST))
+    name = page.newest_run("bundled")
+    run = copy.deepcopy(real(name))
     [stage] = [stage for stage in run["stages"] if stage["name"] == "bundled"]
     stage["notes"]["compile mode"] = "reduce-overhead"
-    monkeypatch.setattr(page, "load", lambda file: run if file == page.FIRST else real(file))
+    monkeypatch.setattr(page, "load", lambda file: run if file == name else real(file))
     assert "(fp32 compiled;" in " ".join(page.gpu_words().split()) and without not in page.gpu_tables()
 
 
 def test_int8_weights_of_the_layers_alone_are_called_so(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     page = importlib.import_module("gpu_page")
     real: Callable[[str], dict[str, Any]] = page.load
+    name = page.newest_run("decode")
     for notes, is_said in (({}, True), ({"int8": "weights of the layers and the unembedding"}, False)):
-        run = copy.deepcopy(real(page.LATEST))
+        run = copy.deepcopy(real(name))
         [stage] = [stage for stage in run["stages"] if stage["name"] == "decode"]
         stage["notes"] |= notes
-        monkeypatch.setattr(page, "load", lambda file, run=run: run if file == page.LATEST else real(file))
+        monkeypatch.setattr(page, "load", lambda file, run=run: run if file == name else real(file))
         for text in (page.gpu_tables(), page.gpu_words()):
             assert bool(re.search(r"the unembedding (stays )?in 16 bits", " ".join(text.split()))) is is_said
+
+
+def test_each_stage_is_taken_from_the_newest_gpu_run_that_has_it(
+    results: ModuleType, techniques: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The newest one here has two stages on another GPU, and no time was left for a third one."""
+    page, figures_of = importlib.import_module("gpu_page"), importlib.import_module("technique_figures")
+    before, attention = page.gpu_tables(), figures_of.gpu_attention()
+    run = copy.deepcopy(results.load("gpu"))
+    [engine] = [stage for stage in run["stages"] if stage["name"] == "engine"]
+    rate = asdict(Metric("training the target, captured", 1.5e6, "tokens/s", MEASURED, 1.4e6, 1.6e6))
+    training = {**engine, "name": "training", "what": "training steps as CUDA graphs", "metrics": [rate]}
+    left_out = {**engine, "name": "kernels", "status": SKIPPED, "metrics": []}
+    run["stages"], run["config"]["stages"] = [engine, training, left_out], ["engine", "training", "kernels"]
+    run["hardware"]["gpu"]["name"] = "Newer GPU"
+    for name in page.RUNS:
+        shutil.copy(results.BENCHMARKS / f"{name}.json", tmp_path)
+    (tmp_path / "gpu_newer.json").write_text(json.dumps(run))
+    monkeypatch.setattr(results, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(page, "RUNS", ("gpu_newer", *page.RUNS))
+    now, words = page.gpu_tables(), " ".join(page.gpu_words().split())
+    old, new = (re.findall(r"^## (.*)$", text, re.MULTILINE) for text in (before, now))
+    first, earlier = ["Graphs on = off = plain PyTorch, token for token", "Training steps as CUDA graphs"], old[5]
+    assert new == [*first, earlier, *(title for title in old[:-1] if title not in first)]
+    assert now.startswith("Newer GPU") and "The run was ended before its stage `kernels`." in " ".join(now.split())
+    assert words.startswith("On one NVIDIA H100") and "graphs as without (newer run; Newer GPU)." in words
+    assert figures_of.gpu_attention() == attention
 
 
 def test_each_processor_and_kind_of_weights_has_a_line(figures: ModuleType) -> None:
@@ -341,7 +376,7 @@ def test_a_verdict_on_an_idea_that_no_longer_holds_is_not_written(
 
 def test_what_a_gpu_missed_is_named_in_words_and_large_figures_have_no_exponent(figures: ModuleType) -> None:
     page = importlib.import_module("gpu_page")
-    assert all(metric["name"] in page.WORDS for run in (page.LATEST, page.FIRST) for metric in page._missed(run))
+    assert all(metric["name"] in page.WORDS for run in page.RUNS for metric in page._missed(run))
     shown = [page._digits(value, 3) for value in (0.75, 12.34, 99.96, 999.9, 36176.2)]
     assert shown == ["0.75", "12.3", "100", "1,000", "36,176"]
 
@@ -451,10 +486,10 @@ def test_the_readme_does_not_praise_a_gpu_run_that_did_not_end(
 ) -> None:
     page = importlib.import_module("gpu_page")
     page.gpu_words()
-    found = {name: copy.deepcopy(page._stage(name)) for name in ("check", "engine")}
+    found = {name: copy.deepcopy(page.newest_stage(name)) for name in ("check", "engine")}
     spoil(found)
-    real: Callable[[str], dict[str, Any]] = page._stage
-    monkeypatch.setattr(page, "_stage", lambda name: found[name] if name in found else real(name))
+    real: Callable[[str], dict[str, Any]] = page.newest_stage
+    monkeypatch.setattr(page, "newest_stage", lambda name: found[name] if name in found else real(name))
     with pytest.raises(ValueError, match="all kernels are correct"):
         page.gpu_words()
 

@@ -22,9 +22,7 @@ import minillm.llm
 from minillm import LLM, RequestOutput, SamplingParams
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineArgs
-from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
-from minillm.engine.step_rows import StepRows
 from minillm.errors import (
     CheckpointError,
     ConfigError,
@@ -52,6 +50,7 @@ from minillm.trace import (
 )
 from minillm.trace.acceptance_state import AcceptanceState
 from minillm.trace.request_metrics import MetricsWatcher
+from tests.broken_logits import break_logits
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -486,17 +485,7 @@ def test_broken_logits_of_one_request_stop_all_until_it_is_aborted(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = expected(tiny)[0]
-    forward = Engine._run
-
-    def forward_or_nan(self: Engine, scheduled: Any) -> Any:
-        logits, hidden = forward(self, scheduled)
-        logits = logits.clone()  # a normal tensor, which can be written to
-        for item, part in zip(scheduled, StepRows(scheduled, logits).by_request, strict=True):
-            if item.request.request_id == "bad":
-                part.fill_(float("nan"))
-        return logits, hidden
-
-    monkeypatch.setattr(Engine, "_run", forward_or_nan)
+    break_logits(monkeypatch, lambda request: request.request_id == "bad")
     llm = engine(tiny)
     llm.add_request("good", PROMPTS[0], GREEDY)
     llm.add_request("bad", PROMPTS[1], GREEDY)
@@ -758,8 +747,10 @@ def test_bytes_are_no_prompt(tiny: TinyPair, prompt: Any) -> None:
         llm.generate({"prompt_token_ids": b"def"}, GREEDY, use_tqdm=False)
 
 
-def test_one_priority_may_be_that_of_all_prompts(tiny: TinyPair) -> None:
+def test_priorities_may_be_one_for_all_or_a_list_and_numpys_integers(tiny: TinyPair) -> None:
     llm = LLM(tiny.target, scheduling_policy="priority", enforce_eager=True)
+    priorities = [request.priority for request in llm.submit(PROMPTS, GREEDY, priority=[np.int64(2), 1, np.int8(-1)])]
+    assert priorities == [2, 1, -1] and {*map(type, priorities)} == {int}
     for priority in (-2, np.int64(-2)):
         assert [request.priority for request in llm.submit(PROMPTS, GREEDY, priority=priority)] == [-2] * 3
     with pytest.raises(ConfigError, match="False are no priorities"):
@@ -891,12 +882,13 @@ def test_lists_that_the_caller_changes_later_change_no_parameters() -> None:
 
 
 def test_stream_refuses_what_generate_refuses_at_once(tiny: TinyPair) -> None:
-    llm = LLM(str(tiny.target))
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=24)
     for prompt, params, words in (
         ("", GREEDY, "the prompt is empty"),
         (123, GREEDY, "not int"),
         ("a", replace(WARM, n=2), "n=2"),
         ("a", replace(GREEDY, detokenize=False), "detokenize=False"),
+        ({"prompt_token_ids": [5] * 90}, replace(GREEDY, max_tokens=12), "needs 26 blocks .* the pool has 24"),
     ):
         with pytest.raises(MinillmError, match=words):
             llm.stream(prompt, params)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -39,9 +40,8 @@ from minillm.bench.batch_transformers import Extra, Run, generate_batch, padded
 from minillm.bench.harness import System, compare, peak_memory_of, result
 from minillm.bench.own_engine import DRAFT_FREE_METHODS, DTYPES, QUANTIZED
 from minillm.bench.shapes import model_or_shape
-from minillm.bench.systems import choose, draft_for
+from minillm.bench.systems import choose, draft_for, prompt_ids
 from minillm.bench.vllm_peer import INTERPRETER, NO_VLLM, VllmPeer
-from minillm.models.held_out import held_out_prompts
 from minillm.trace import RequestAdded, RequestFinished, StepRan, Trace
 from minillm.trace.run_metrics import RunMetrics
 
@@ -179,11 +179,7 @@ def utilisation(trace: Trace, max_num_seqs: int, requests: int | None = None) ->
 
 def _prompts(model: str) -> list[list[int]]:
     """The first held-out prompts, as ids of the model's tokenizer."""
-    from minillm.models.hub import resolve
-    from minillm.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_folder(resolve(model))
-    return [tokenizer.encode(prompt.prompt) for prompt in held_out_prompts(REQUESTS)]
+    return prompt_ids(model, REQUESTS, 1, sys.maxsize)
 
 
 def _num_seqs(name: str) -> int:

@@ -148,8 +148,8 @@ def _trained(folder: Path, model: str) -> dict[str, list[AblationRow]]:
     files = sorted(folder.glob(f"ablations-*-{Path(model).name}.json"))
     if not files:
         raise ConfigError(
-            f"--drafters {folder}: there are no ablations of {model} in it; `minillm train --ablations spire long "
-            f"prompt_tokens --target {model}` trains them, in its --folder"
+            f"--drafters {folder}: there are no ablations of {model} in it; `minillm train --stages corpus`, then "
+            f"`minillm train --ablations spire long prompt_tokens --target {model}` trains them, in its --folder"
         )
     fingerprint, found = fingerprint_of_folder(resolve(model)), {}
     for file in files:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from minillm import hardware
 from minillm.bench import provenance
-from minillm.bench.whole_file import write_whole_file
+from minillm.whole_file import write_whole_file
 
 SCHEMA = 1
 LIBRARIES = ("torch", "transformers", "llama-cpp-python", "numba", "triton", "numpy")
@@ -230,8 +230,7 @@ def save(outcome: dict[str, Any], path: Path) -> None:
     parts = [f"  {json.dumps(key)}: {_as_json(key, value)}" for key, value in outcome.items()]
     text = "{\n" + ",\n".join(parts) + "\n}\n"
     in_place = path.is_symlink() or (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK)
-    part = path if in_place else path.with_name(f"{path.name}.part")
-    write_whole_file(path, text, part)
+    write_whole_file(path, text, path if in_place else None)
 
 
 def _as_json(key: str, value: Any) -> str:

@@ -115,18 +115,6 @@ def rung(
     if name == HF:
         peer = Transformers(resolve(model), "float32", "dynamic", 0)
         return System(name, lambda: [peer.complete(ids, new_tokens).token_ids for ids in requests], baselines or None)
-    return _own_rung(name, model, draft, drafts, requests, new_tokens, baselines)
-
-
-def _own_rung(
-    name: str,
-    model: str,
-    draft: str | None,
-    drafts: int,
-    requests: list[list[int]],
-    new_tokens: int,
-    baselines: tuple[str, ...],
-) -> System:
     from minillm import LLM, SamplingParams
 
     parts = RUNGS[name]

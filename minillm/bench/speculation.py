@@ -39,7 +39,7 @@ import torch
 from minillm.bench.draft_counts import Counts
 from minillm.bench.harness import Counted, Row, System, compare, result, save
 from minillm.bench.shapes import model_or_shape, shape_folder
-from minillm.bench.systems import draft_for, room_for_prompt
+from minillm.bench.systems import choose, draft_for, room_for_prompt
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.errors import ConfigError
 from minillm.speculative.trained_drafter import bundled_drafter, has_bundled_drafter
@@ -130,8 +130,8 @@ def run(
         raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the first comes with the prompt")
     given = slice_prompts()
     known = METHODS if shape is None else synthetic(drafts)
-    chosen = {name: known[name] for name in _choose("method", list(known), methods)}
-    kinds, names = _choose("weights", list(WEIGHTS), weights), _choose("slice", list(given), slices)
+    chosen = {name: known[name] for name in choose(list(known), methods, "method")}
+    kinds, names = choose(list(WEIGHTS), weights, "weights"), choose(list(given), slices, "slice")
     check_prompts(prompts, [given[name] for name in names])
     if shape is not None and drafters is not None:
         raise ConfigError(f"--drafters {drafters} is not used with --shape {shape}: leave one of them out")
@@ -191,13 +191,6 @@ def check_prompts(count: int, slices: Sequence[Sequence[str]]) -> None:
         raise ConfigError(f"--prompts {count} is more than the {most} prompts of a slice; give at most {most}")
 
 
-def _choose(what: str, known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    for name in wanted or ():
-        if name not in known:
-            raise ConfigError(f"there is no {what} {name!r} in this benchmark; there are: {', '.join(known)}")
-    return [name for name in known if not wanted or name in wanted]
-
-
 def runnable(
     methods: Mapping[str, Mapping[str, Any]],
     model: str,
@@ -219,8 +212,8 @@ def runnable(
             can_run = (folder / "config.json").exists() if drafters else has_bundled_drafter(name, model)
             given = {**options, "model": str(folder)}
             missing = (
-                f"there are no weights of method {name!r} in {folder}; `minillm train --stages {name} --target {model} "
-                "--export-to FOLDER` makes them, and --drafters FOLDER finds them"
+                f"there are no weights of method {name!r} in {folder}; `minillm train --stages corpus {name} --target "
+                f"{model} --export-to FOLDER` makes them, and --drafters FOLDER finds them"
             )
         else:
             models = (options.get("model", ""), options.get("fallback", {}).get("model", ""))

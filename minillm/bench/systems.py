@@ -72,15 +72,16 @@ def draft_for(model: str, draft: str | None) -> str | None:
     return draft or {"minicoder": "minicoder-draft"}.get(model)
 
 
-def choose(known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """The names of the systems to run, in the order of `known`. Raises `ConfigError` for an unknown name.
+def choose(known: Sequence[str], wanted: Sequence[str] | None, what: str = "system") -> list[str]:
+    """The names of the systems (or `what` they are) to run, in the order of `known`. Raises `ConfigError` for an
+    unknown name.
 
     `wanted`: None for all. A name with a comma may be in parts: those of a list that was split at its commas.
     """
     names = _joined(wanted or (), known)
     for name in names:
         if name not in known:
-            raise ConfigError(f"no system {name!r} in this benchmark; there are: {', '.join(known)}")
+            raise ConfigError(f"no {what} {name!r} in this benchmark; there are: {', '.join(known)}")
     return [name for name in known if not names or name in names]
 
 

@@ -139,7 +139,8 @@ class KiviKVCache(SequenceKVCache):
     are grouped along the head, at most `group_size` channels each. With groups of 32, an INT4 number takes 5/8 byte
     (half a byte, and 4 bytes of scale and zero point per group). The recent rows have the model's dtype.
 
-    Raises `ConfigError` if `residual` is below `group_size + rollback`, `UnsupportedError` for an odd head size.
+    Raises `ConfigError` if `residual` is below `group_size + rollback` or `group_size` does not divide the head size,
+    `UnsupportedError` for an odd head size.
     """
 
     def __init__(

@@ -16,13 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from minillm.cluster.worker_pool import Pool
+from minillm.cluster.worker_pool import MAX_LOSSES, Pool, TasksGivenUpError
 from minillm.errors import UnsupportedError
 from minillm.teaching.grading.batch import Graders, Task, grading_environment, read, unreadable
-from minillm.teaching.grading.grades import Submission
+from minillm.teaching.grading.grades import Status, Submission
 from minillm.teaching.grading.one_submission import Grader, Rules
 from minillm.teaching.grading.student_process import StudentProcess
 
+LOST = f"{MAX_LOSSES} workers that graded it were lost: look into Ray's logs, then grade it again"
 SLOTS = range(64, 320)
 """Slots of workers; `minillm grade` on the same machine counts its own from 0."""
 
@@ -95,7 +96,12 @@ def graders_of(pool: Pool) -> Graders:
                 found.append((number, SubmissionTask(read(file), file.student, file.name, key)))
             except OSError as problem:
                 yield number, unreadable(file, key, problem)
-        for index, submission in pool.map(partial(GradingWorker, rules, mode), [task for _, task in found]):
-            yield found[index][0], submission
+        try:
+            for index, submission in pool.map(partial(GradingWorker, rules, mode), [task for _, task in found]):
+                yield found[index][0], submission
+        except TasksGivenUpError as problem:  # no submission may keep the others' reports from being written
+            for number, task in (found[index] for index in problem.numbers):
+                made = {"student": task.student, "file": task.file, "key": task.key}
+                yield number, Submission(**made, status=Status.UNREADABLE, reason=LOST, interrupted=True)
 
     return grade

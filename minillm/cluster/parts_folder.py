@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from minillm.bench.whole_file import write_whole_file
 from minillm.errors import ConfigError
+from minillm.whole_file import write_whole_file
 
 JOB, LOCK = "job.json", "lock"
 

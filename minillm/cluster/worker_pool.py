@@ -34,6 +34,14 @@ class Worker(Protocol[Task, Result]):
         """Do one task."""
 
 
+class TasksGivenUpError(EngineDeadError):
+    """The tasks `numbers` have lost too many workers. All others are done."""
+
+    def __init__(self, message: str, numbers: Sequence[int]) -> None:
+        super().__init__(message)
+        self.numbers = numbers
+
+
 class Pool(Protocol):
     """Something that does tasks, such as a `WorkerPool`."""
 
@@ -86,7 +94,7 @@ class WorkerPool:
         for: the caller has checked by then what can be checked without it.
 
         Raises what a worker raises, the errors of `ray_session`, `ConfigError` if no machine could run a worker, and
-        `EngineDeadError` for tasks that are given up.
+        `TasksGivenUpError`.
         """
         if tasks:
             with ray_session(self.address):
@@ -142,9 +150,10 @@ class WorkerPool:
             for actor, _ in running.values():
                 ray.kill(actor)
         if given_up:
-            raise EngineDeadError(
+            raise TasksGivenUpError(
                 f"{len(given_up)} of {len(tasks)} tasks lost {MAX_LOSSES} workers each and are given up, the first is "
-                f"task {given_up[0]}; all others are done: look into Ray's logs, then run it again"
+                f"task {given_up[0]}; all others are done: look into Ray's logs, then run it again",
+                given_up,
             )
 
 

@@ -144,7 +144,7 @@ def _try_mutants(args: argparse.Namespace) -> int:
     print(mutant_report.summary(report))
     if args.report:
         report.write(args.report)
-    return 1 if report.stale or any(trial.survived for trial in report.trials) else 0
+    return 1 if report.stale or any(result.survived for result in report.results) else 0
 
 
 COMMAND = Command(

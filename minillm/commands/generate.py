@@ -79,7 +79,7 @@ def _standard_input() -> str:
     try:
         text = sys.stdin.read(MAX_INPUT + 1)
     except UnicodeDecodeError as problem:
-        raise PromptError(f"byte {problem.start} of standard input is not {problem.encoding}; convert it") from None
+        raise PromptError(f"standard input is not {problem.encoding}; convert it") from None
     if len(text) > MAX_INPUT:
         raise PromptError(f"standard input has more than {MAX_INPUT:,} characters; give a shorter prompt")
     return text

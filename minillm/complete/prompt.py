@@ -70,7 +70,7 @@ def gap_prompt(tokenizer: Tokenizer, model: str, gap: Gap, limit: int) -> GapPro
     if not gap.prefix.strip():
         raise PromptError("there is no code before the cursor; type something first")
     if not (gap.suffix.strip() and can_fill_gaps(tokenizer, model)):
-        prefix = end_of(tokenizer, gap.prefix, limit)
+        prefix = end_of(tokenizer, gap.prefix, limit - len(tokenizer.encode("")))
         check_no_fim_token(tokenizer, "prefix", prefix)
         return GapPrompt(tokenizer.encode(prefix), False, len(gap.prefix) - len(prefix))
     markers = len(FIM_TOKENS) + len(tokenizer.encode(""))
@@ -82,14 +82,15 @@ def gap_prompt(tokenizer: Tokenizer, model: str, gap: Gap, limit: int) -> GapPro
 
 
 def end_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
-    """The end of `text`, with at most `limit` tokens. It begins at a line if one begins within a step; else a long line
-    is cut inside, rather than lost."""
+    """The end of `text`, with at most `limit` tokens of its own. It begins at a line if one begins within a step; else
+    a long line is cut inside, rather than lost."""
+    limit = max(0, limit)
     step = max(1, limit // STEPS)
     width = step * CHARACTERS_PER_TOKEN
     begin = _whole_steps(len(text) - limit * CHARACTERS_PER_TOKEN, width)
     kept = _from_line(text, begin, begin + width)
     while True:
-        encoded = tokenizer.backend.encode(kept)
+        encoded = tokenizer.encode_with_offsets(kept, add_special_tokens=False)
         drop = _whole_steps(len(encoded.ids) - limit, step)
         if not drop:
             return kept
@@ -100,7 +101,7 @@ def end_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
 def start_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
     """The start of `text`, with at most `limit` tokens. It ends with a line if a whole line fits."""
     text = text[: limit * CHARACTERS_PER_TOKEN]
-    encoded = tokenizer.backend.encode(text, add_special_tokens=False)
+    encoded = tokenizer.encode_with_offsets(text, add_special_tokens=False)
     if len(encoded.ids) <= limit:
         return text
     text = text[: encoded.offsets[limit][0]]

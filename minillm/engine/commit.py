@@ -52,26 +52,24 @@ def _append_output(request: Request, token: int, count: int) -> None:
 
 
 def _append_text_and_check_stop(request: Request, token: int, count: int) -> None:
-    """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order.
+    """Add the token's text; end the request at a stop string, a stop token or the length limit, in this order.
 
-    As in vLLM, the text of a stop token is left out unless `include_stop_str_in_output`, and there is no stop within
-    the first `min_tokens` tokens.
+    As in vLLM, the text of a stop token is left out, and completes no stop string, unless `include_stop_str_in_output`;
+    and there is no stop within the first `min_tokens` tokens.
     """
     params, seen = request.params, len(request.text)
-    ends = count > params.min_tokens and token in request.stop_ids
+    may_stop = count > params.min_tokens
+    ends = may_stop and token in request.stop_ids
     if request.detokenizer and (params.include_stop_str_in_output or not ends):
         request.text += request.detokenizer.append(token)
-    if count > params.min_tokens:
-        if ends:
-            request.finish_reason = "stop"
-            request.stop_reason = None if request.is_end_of_text(token) else token
-            return
-        if params.stop and (found := _find_stop(request, seen)) is not None:
-            stop, at = found
-            request.text = request.text[: at + len(stop) * params.include_stop_str_in_output]
-            request.finish_reason, request.stop_reason = "stop", stop
-            return
-    if count >= request.max_tokens:
+    if may_stop and params.stop and (found := _find_stop(request, seen)) is not None:
+        stop, at = found
+        request.text = request.text[: at + len(stop) * params.include_stop_str_in_output]
+        request.finish_reason, request.stop_reason = "stop", stop
+    elif ends:
+        request.finish_reason = "stop"
+        request.stop_reason = None if request.is_end_of_text(token) else token
+    elif count >= request.max_tokens:
         request.finish_reason = "length"
 
 

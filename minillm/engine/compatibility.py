@@ -48,9 +48,11 @@ def check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeCo
     if speculative is None or made.max_rollback is None:
         return
     if made.max_rollback < speculative.max_drafts:
+        lower = "lower it, " if made.max_rollback else ""
         raise UnsupportedError(
             f"num_speculative_tokens={speculative.max_drafts} is not supported by cache layout "
-            f"{cache.name!r}, which can roll back {made.max_rollback} tokens; lower it or use layout 'paged'"
+            f"{cache.name!r}, which can roll back {made.max_rollback} tokens; {lower}raise the layout's spare (kivi: "
+            "rollback), or use layout 'paged'"
         )
 
 

@@ -24,7 +24,7 @@ from minillm.ops.transfer import indices_on_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.draft_policy import DraftPolicy
-from minillm.speculative.drafter import Draft, Drafter, check_proposed
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, check_proposed
 from minillm.speculative.rejection_sampler import EXACT, Rule, Verdict, check_tree
 from minillm.tokenizer import Tokenizer
 from minillm.trace import (
@@ -326,8 +326,9 @@ class Engine:
                 verdict.path if draft.parents is not None else None,
             )
         )
-        if draft.token_ids:
+        if draft is not NO_DRAFT:
             self.scheduler.draft_policy.judged(request, item.num_drafts, len(draft.token_ids), verdict.num_accepted)
+        if draft.token_ids:
             self.drafter.judged(request, draft, verdict)
         if request.finished:
             self._finish(request)
@@ -373,14 +374,9 @@ def _work(item: Scheduled) -> Work:
 
 
 def _tell_duration(policy: DraftPolicy, scheduled: Sequence[Scheduled], seconds: float) -> None:
-    """Tell the policy how long a step took, unless the drafter was asked, had no draft, and that does not count."""
-    drafts = {item.request: len(item.draft.token_ids) for item in scheduled if item.draft.token_ids}
-    asked = [item for item in scheduled if item.num_drafts]
-    for item in asked:
-        if item.request not in drafts and policy.counts_without_draft(item.request):
-            policy.judged(item.request, item.num_drafts, 0, 0)
-            drafts[item.request] = 0
-    if drafts or not asked:
+    """Tell the policy how long a step took, unless drafts were asked for, and `NO_DRAFT` was all that there was."""
+    drafts = {item.request: len(item.draft.token_ids) for item in scheduled if item.draft is not NO_DRAFT}
+    if drafts or not any(item.num_drafts for item in scheduled):
         num_context = sum(item.start for item in scheduled)
         policy.step_finished(drafts, sum(item.num_rows for item in scheduled), num_context, seconds)
 

@@ -2,7 +2,8 @@
 
 llama.cpp does not read the pre-tokenizer's regular expression from the file. It has a fixed list of expressions, and a
 GGUF file names one of them (`tokenizer.ggml.pre`). If a tokenizer's expression is not in the list, the one that gives
-the same tokens for the most held-out texts is used; `agreement` is the share of those texts.
+the same tokens for the most held-out texts is used; `agreement` is the share of those texts. llama.cpp's BPE has no
+normalizer, and the name also decides whether a word of the vocabulary is taken whole even if no merges make it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ SPLITS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Name → llama.cpp's expressions, applied in turn (its `llama-vocab.cpp`). On a tie, the first name is used."""
+IGNORES_MERGES = frozenset({"llama-bpe"})
+"""The names with which llama.cpp takes a word of the vocabulary whole."""
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """llama.cpp's token types."""
@@ -103,6 +106,8 @@ def fitting_split(backend: tokenizers.Tokenizer) -> tuple[str, float]:
     shares = {}
     for name, expressions in SPLITS.items():
         copy = tokenizers.Tokenizer.from_str(backend.to_str())
+        copy.normalizer = None
+        copy.model.ignore_merges = name in IGNORES_MERGES
         splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         copy.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])

@@ -40,8 +40,8 @@ def quantize_checkpoint(name: str, scheme: Scheme, out: Path, progress: bool = F
     """Write the checkpoint `name` (see `resolve`), quantised by `scheme`, to the new folder `out`.
 
     If the scheme needs calibration, it uses the held-out calibration prompts. Everything is computed in fp32 on the
-    CPU. Raises `ConfigError` if `out` exists, `UnsupportedError` if the checkpoint is quantised already,
-    `CheckpointError` if it cannot be read.
+    CPU. Raises `ConfigError` if `out` exists and is not empty or its parent does not exist, `UnsupportedError` if the
+    checkpoint is quantised already, `CheckpointError` if it cannot be read.
     """
     check_new_folder(out)
     source = resolve(name)

@@ -69,8 +69,8 @@ class DocumentStore:
             at_least("max_bytes", max_bytes, 1)
         if Path(folder).exists() and not Path(folder).is_dir():
             raise ConfigError(f"{folder} is a file; give a folder for the documents")
-        check_prefix_caching(llm)
         Scratch(llm, 1)  # can its cache be read?
+        check_prefix_caching(llm)
         self.llm, self.folder, self.max_bytes, self.rotate = llm, Path(folder), max_bytes, rotate
         self.folder.mkdir(parents=True, exist_ok=True)
         args = llm.engine.scheduler.config

@@ -47,7 +47,6 @@ def edited_prompt(
     Raises `PromptError` for a span outside the text, a token that is not in the vocabulary, an edit that leaves no
     token and a salt that is no text, `UnsupportedError` without prefix caching, and what `Scratch` raises.
     """
-    check_prefix_caching(llm)
     token_ids, new_ids = _as_list("token_ids", token_ids), _as_list("new_ids", new_ids)
     if not (isinstance(start, Integral) and isinstance(stop, Integral)):
         raise PromptError(f"the span {start!r}:{stop!r} must be two integers")
@@ -61,6 +60,7 @@ def edited_prompt(
     for ids in (token_ids, after):
         check_token_ids(ids, llm.engine.runner.model.config.vocab_size)
     room = Scratch(llm, len(after))
+    check_prefix_caching(llm)
     before = _stored(llm, token_ids)
     config = llm.engine.runner.model.config
     with room as scratch:

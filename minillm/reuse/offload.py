@@ -165,7 +165,7 @@ class Offloader:
         if runner.executor is not None or not all(isinstance(layer.qkv_proj, nn.Linear) for layer in model.layers):
             raise UnsupportedError(
                 "keys and values are recomputed layer by layer from unquantised weights in plain PyTorch; "
-                "make the LLM with enforce_eager=True and quantization=None"
+                "make the LLM from a full-precision checkpoint with enforce_eager=True and quantization=None"
             )
         Scratch(self.llm, 1)  # can its cache be read?
         self._layers = [_KeyValueProjection(layer) for layer in model.layers]

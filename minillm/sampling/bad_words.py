@@ -1,15 +1,15 @@
 """`SamplingParams.bad_words`: texts that the output must not contain, as token ids.
 
 A word is forbidden by its last token: where the output ends with all the others, that token cannot be chosen. So a word
-of one token is never chosen. As in vLLM, a word counts as the tokenizer writes it, alone and behind a space. The same
-letters cut into other tokens are not found.
+of one token is never chosen. As in vLLM, white space in front of a word is dropped, and the word counts as the
+tokenizer writes it, alone and behind a space. The same letters cut into other tokens are not found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, PromptError
 from minillm.tokenizer import Tokenizer
 
 MAX_BAD_WORDS = 128
@@ -20,13 +20,19 @@ def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tupl
     """The token ids of each different word, and of each behind a space if those are as many and begin with another
     token.
 
-    Raises `ConfigError` for a word without tokens, or for more than `MAX_BAD_WORDS` results.
+    Raises `ConfigError` for a word that has no tokens or cannot be encoded, or for more than `MAX_BAD_WORDS` results.
     """
     found: list[tuple[int, ...]] = []
     for word in dict.fromkeys(words):
-        bare, spaced = (tuple(tokenizer.encode(space + word.lstrip(), False)) for space in ("", " "))
+        try:
+            bare, spaced = (tuple(tokenizer.encode(space + word.lstrip(), False)) for space in ("", " "))
+        except PromptError:
+            raise ConfigError(f"bad_words has {word!r}, which the tokenizer cannot encode; leave it out") from None
         if not bare:
-            raise ConfigError(f"bad_words has {word!r}, which has no tokens; leave it out")
+            raise ConfigError(
+                f"bad_words has {word!r}, which has no tokens without the white space in front; leave it out, or give "
+                "its tokens a logit_bias of -100"
+            )
         found.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             found.append(spaced)

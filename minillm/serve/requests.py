@@ -105,7 +105,8 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """The fields that both kinds of requests share. None: the default of `SamplingParams`."""
+    """The fields that both kinds of requests share. None: the value in the checkpoint's `generation_config.json`, or
+    else the default of `SamplingParams`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -176,7 +177,8 @@ class GenerationRequest(BaseModel):
             **given,
             **own,
             seed=self.seed,
-            logit_bias={token: min(100.0, max(-100.0, bias)) for token, bias in (self.logit_bias or {}).items()}
+            # in this order nan stays, and is refused
+            logit_bias={token: max(min(bias, 100.0), -100.0) for token, bias in (self.logit_bias or {}).items()}
             or None,
             stop=self.stop or None,  # clients send [] for none
             max_tokens=max_tokens,

@@ -14,8 +14,7 @@ known from the position before."""
 
 
 class AcceptanceHistory:
-    """How far drafts reach; older rounds count less. Rounds without a draft count where that costs time
-    (`DraftPolicy.counts_without_draft`).
+    """How far drafts reach; older rounds count less. Rounds without a draft count if a model ran (not `NO_DRAFT`).
 
     A drafter may make fewer drafts than it was asked for: a lookup does where it finds a short or doubtful match. So a
     position counts only in rounds that asked for it. If none did lately, what is known of it gets old.

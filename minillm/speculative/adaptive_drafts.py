@@ -44,8 +44,6 @@ FIRST_RATE = 0.7
 """Share of first drafts that are accepted, before any was judged."""
 TREE_GAIN = 2.0
 """Accepted drafts of a tree, before any was judged."""
-FREE_DRAFT = 0.05
-"""Where one draft takes less than this share of a step without drafts, rounds without a draft do not count."""
 
 
 class Candidate(NamedTuple):
@@ -174,8 +172,8 @@ class AdaptiveDrafts(DraftPolicy):
     _judged_at: WeakKeyDictionary[Request, int] = field(init=False, default_factory=WeakKeyDictionary)
     """How many tokens a request had after its latest verdict."""
     _catches_up: bool = field(init=False, default=False)
-    """Whether this step had the first drafts of a request, or the first after a pause or a preemption. It is not
-    counted: the drafter reads the prompt in it, or what it has missed."""
+    """Whether this step had the first verdict on a request, the first after a preemption, or the first for
+    `SHORTEST_PAUSE` tokens. It is not counted: the drafter may have read the prompt in it, or what it had missed."""
     _trials: Trials = field(init=False)
 
     def __post_init__(self) -> None:
@@ -290,11 +288,6 @@ class AdaptiveDrafts(DraftPolicy):
                 seen.add_tree(num_drafts / self.max_drafts, num_accepted / self.max_drafts)
             else:
                 seen.add(num_asked, num_drafts, num_accepted)
-
-    def counts_without_draft(self, request: Request) -> bool:
-        """See `DraftPolicy.counts_without_draft`."""
-        context = request.num_tokens
-        return self.costs.draft(1, 1, context) >= FREE_DRAFT * self.costs.target(1, context)
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""

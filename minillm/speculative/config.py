@@ -131,8 +131,8 @@ class SpeculativeConfig:
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(
-                    f"{name}={value!r} is for rejection_sample_method='typical', but it is "
-                    f"{self.rejection_sample_method!r}; leave one of them out"
+                    f"{name}={value!r} is for rejection_sample_method='typical', not for "
+                    f"{self.rejection_sample_method!r}; leave it out, or choose 'typical'"
                 )
 
     def _check_synthetic(self) -> None:
@@ -142,8 +142,8 @@ class SpeculativeConfig:
             for name, value in (("rates", rates), ("length", length)):
                 if value is not None:
                     raise ConfigError(
-                        f"synthetic_acceptance_{name}={value!r} is for rejection_sample_method='synthetic', but it is "
-                        f"{self.rejection_sample_method!r}; leave one of them out"
+                        f"synthetic_acceptance_{name}={value!r} is for rejection_sample_method='synthetic', not for "
+                        f"{self.rejection_sample_method!r}; leave it out, or choose 'synthetic'"
                     )
             return
         if (rates is None) == (length is None):

@@ -39,13 +39,8 @@ class DraftPolicy(ABC):
         """Called when a plan to draft nothing ends that has held for so many steps without another call of `plan`."""
 
     def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:  # noqa: B027
-        """Called with each verdict on at least one draft, and with 0 for each request without a draft of which
-        `counts_without_draft` is true. `num_asked`: the most drafts that there could have been."""
-
-    def counts_without_draft(self, request: Request) -> bool:
-        """Whether a round counts in which the drafter was asked for drafts of `request` and had none. Where it runs a
-        model, that costs time. A lookup that finds nothing costs next to none, so such a round says nothing."""
-        return False
+        """Called with each verdict; where a model ran and had no draft, with 0. It is not called for `NO_DRAFT`, which
+        costs next to no time. `num_asked`: the most drafts that there could have been."""
 
     def step_finished(  # noqa: B027
         self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float
@@ -53,9 +48,8 @@ class DraftPolicy(ABC):
         """Called after each step for which `plan` was called, that computed no prompt, and that either has drafts or
         was not to have any: others take longer for other reasons.
 
-        `drafts`: the number of drafts of the requests that had any, and 0 for those of which `counts_without_draft` is
-        true; `num_rows`: all rows of the forward; `num_context`: tokens that its requests had in the cache; `seconds`:
-        of the whole step."""
+        `drafts`: how many each request had; 0 where a model ran and had none, no entry for `NO_DRAFT`; `num_rows`: all
+        rows of the forward; `num_context`: tokens that its requests had in the cache; `seconds`: of the whole step."""
 
     def added_seconds(self, drafts: Mapping[Request, int], num_rows: int, num_context: int) -> float:
         """What so many drafts of each request should have added to a step, `num_rows` and `num_context` as in

@@ -40,6 +40,8 @@ class Draft:
 
 
 NO_DRAFT = Draft([])
+"""Returned, as this very object, where no model was run: by a lookup that finds nothing, for example. With any other
+draft without tokens, a model has run, and an adaptive policy counts its time as lost."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`.
+        """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`;
+        `NO_DRAFT` if there are none and no model was run for it.
 
         The request's block table already has blocks for all of them.
         """

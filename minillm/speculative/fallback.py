@@ -36,26 +36,27 @@ class FallbackDrafter(Drafter):
         self.observes_hidden = first.observes_hidden or second.observes_hidden
         self.limits: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
         """Most drafts of a request by each, if a draft policy (`FallbackDrafts`) says so."""
-        self._proposer: WeakKeyDictionary[Request, Drafter] = WeakKeyDictionary()
-        """Who proposed the last draft of a request, and is told the verdict."""
-
-    def proposer(self, request: Request) -> Drafter:
-        """The drafter that proposed the last draft of `request`."""
-        return self._proposer[request]
+        self.made: WeakKeyDictionary[Request, tuple[int | None, int | None]] = WeakKeyDictionary()
+        """How many drafts each had in the latest round of a request: 0 if it ran a model and had none. None if the
+        round says nothing of it: it was not asked, had `NO_DRAFT`, or its draft was replaced."""
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         limits = [self.limits.get(request, (k, k)) for request, k in zip(requests, num_drafts, strict=True)]
         most_first = [min(k, self.max_first, most) for k, (most, _) in zip(num_drafts, limits, strict=True)]
         most_second = [min(k, self.max_second, most) for k, (_, most) in zip(num_drafts, limits, strict=True)]
-        drafts = _propose(self.first, requests, most_first)
-        self._proposer.update(dict.fromkeys(requests, self.first))
-        short = [i for i, draft in enumerate(drafts) if _is_short(draft, max(1, min(self.below, most_first[i])))]
-        others = _propose(self.second, [requests[i] for i in short], [most_second[i] for i in short])
-        for i, other in zip(short, others, strict=True):
-            if other.token_ids:
-                drafts[i], self._proposer[requests[i]] = other, self.second
-        return drafts
+        first = _propose(self.first, requests, most_first)
+        for i, draft in enumerate(first):
+            if not _is_short(draft, max(1, min(self.below, most_first[i]))):
+                most_second[i] = 0
+        second = _propose(self.second, requests, most_second)
+        return [self._choose(*each) for each in zip(requests, first, second, strict=True)]
+
+    def _choose(self, request: Request, first: Draft, second: Draft) -> Draft:
+        """The draft that is used. Notes how many each had."""
+        used = second if second.token_ids or first is NO_DRAFT else first
+        self.made[request] = _num_made(first, used), _num_made(second, used)
+        return used
 
     def observe(self, request: Request, queries: Tensor) -> None:
         """See `Drafter.observe`."""
@@ -71,7 +72,8 @@ class FallbackDrafter(Drafter):
 
     def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:
         """See `Drafter.judged`. Only the drafter that proposed the draft is told."""
-        self._proposer[request].judged(request, draft, verdict)
+        proposer = self.second if self.made[request][1] else self.first
+        proposer.judged(request, draft, verdict)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Drafter.copy_blocks`."""
@@ -104,6 +106,12 @@ def _propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence
         for i, draft in zip(asked, found, strict=True):
             drafts[i] = draft
     return drafts
+
+
+def _num_made(draft: Draft, used: Draft) -> int | None:
+    """See `FallbackDrafter.made`."""
+    is_replaced = draft.token_ids and draft is not used
+    return None if draft is NO_DRAFT or is_replaced else len(draft.token_ids)
 
 
 def _is_short(draft: Draft, least: int) -> bool:

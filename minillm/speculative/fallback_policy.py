@@ -16,8 +16,8 @@ from minillm.speculative.step_times import PlainTimes
 
 
 class FallbackDrafts(DraftPolicy):
-    """A `DraftPolicy` for each of the two methods; a verdict is told to that of the method which proposed, and a round
-    without a draft to those for which it counts."""
+    """A `DraftPolicy` for each of the two methods; a verdict is told to that of the method which proposed. A method
+    that ran a model and had no draft is told so, whatever the other had."""
 
     def __init__(
         self, drafter: FallbackDrafter, first: AdaptiveDrafts | FallbackDrafts, second: AdaptiveDrafts | FallbackDrafts
@@ -58,26 +58,10 @@ class FallbackDrafts(DraftPolicy):
 
     def judged(self, request: Request, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
-        limits = self.drafter.limits[request]
-        told = self._told(request, num_drafts)
-        for policy, limit, is_told in zip((self.first, self.second), limits, told, strict=True):
-            if is_told:
-                policy.judged(request, min(num_asked, limit), num_drafts, num_accepted)
-
-    def counts_without_draft(self, request: Request) -> bool:
-        """See `DraftPolicy.counts_without_draft`."""
-        return any(self._told(request, 0))
-
-    def _told(self, request: Request, num_drafts: int) -> tuple[bool, bool]:
-        """Which of both methods hears of a round with so many drafts."""
-        if num_drafts:
-            is_second = self.drafter.proposer(request) is self.drafter.second
-            return not is_second, is_second
-        of_first, of_second = self.drafter.limits[request]
-        return (
-            of_first > 0 and self.first.counts_without_draft(request),
-            of_second > 0 and self.second.counts_without_draft(request),
-        )
+        limits, made = self.drafter.limits[request], self.drafter.made[request]
+        for policy, limit, count in zip((self.first, self.second), limits, made, strict=True):
+            if count is not None:
+                policy.judged(request, min(num_asked, limit), count, num_accepted if count else 0)
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`. Each policy is told of steps with its own drafts, without what the other's
@@ -101,9 +85,9 @@ class FallbackDrafts(DraftPolicy):
         return second + self.first.added_seconds(of_first, num_rows - sum(of_second.values()), num_context)
 
     def _by_method(self, drafts: Mapping[Request, int]) -> tuple[dict[Request, int], dict[Request, int]]:
-        """`drafts` of which the first method hears, and the second."""
-        told = {request: self._told(request, n) for request, n in drafts.items()}
-        of_first, of_second = ({r: n for r, n in drafts.items() if told[r][i]} for i in (0, 1))
+        """How many each method had, for the requests of `drafts` whose round says something of it."""
+        made = {request: self.drafter.made[request] for request in drafts}
+        of_first, of_second = ({r: n[i] for r, n in made.items() if n[i] is not None} for i in (0, 1))
         return of_first, of_second
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:

@@ -98,7 +98,7 @@ class HeadsDrafter(ChainDrafter):
         self._hidden.pop(request, None)
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose`. No draft for a request without the hidden state of its last step."""
+        """See `Drafter.propose`. `NO_DRAFT` for a request without the hidden state of its last step."""
         drafts = [NO_DRAFT] * len(requests)
         known = [i for i, request in enumerate(requests) if self._hidden.get(request, (0,))[0] == request.num_tokens]
         if known:
@@ -114,7 +114,7 @@ class HeadsDrafter(ChainDrafter):
             return [Draft(ids) for ids in self.heads.draft_argmax(hidden, last, num_drafts, self.min_survival)]
         begun = self.heads.begin(hidden, last, num_drafts, KINDS.index("sampled"), self.min_survival)
         if not any(begun.num_drafts):
-            return [NO_DRAFT] * len(requests)
+            return [Draft([])] * len(requests)
         return self._draw_drafts(requests, begun, last)
 
     def _draw_drafts(self, requests: Sequence[Request], begun: HeadsRound, last: Tensor) -> list[Draft]:
@@ -127,4 +127,4 @@ class HeadsDrafter(ChainDrafter):
 
         chosen, counts = [requests[i] for i in drafting], [begun.num_drafts[i] for i in drafting]
         found = iter(self.draw_chains(chosen, counts, chains.first_logits, next_logits))
-        return [next(found) if count else NO_DRAFT for count in begun.num_drafts]
+        return [next(found) if count else Draft([]) for count in begun.num_drafts]

@@ -37,7 +37,7 @@ class LossLimit(DraftPolicy):
         saved  =  tokens per request · seconds of a step without drafts - seconds          each step with drafts
                =  `LOSS_SHARE` · seconds                                                   each step without
 
-    A step in which a model was asked and made no draft counts as one with drafts (`counts_without_draft`).
+    A step in which a model ran and had no draft counts as one with drafts.
 
     Once `MOST_LOST` steps without drafts are lost, drafting rests until `saved` is back at zero. To know what steps
     without drafts take, some go without now and then. A step with drafts is compared only with steps that went without
@@ -117,10 +117,6 @@ class LossLimit(DraftPolicy):
         """See `DraftPolicy.judged`."""
         self._accepted += num_accepted
         self.policy.judged(request, num_asked, num_drafts, num_accepted)
-
-    def counts_without_draft(self, request: Request) -> bool:
-        """See `DraftPolicy.counts_without_draft`."""
-        return self.policy.counts_without_draft(request)
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""

@@ -20,9 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minillm.batch import Segment
+from minillm.errors import ConfigError
+from minillm.models.hub import resolve
+from minillm.models.loading import stored_scheme
 from minillm.request import Request
 from minillm.speculative.chain_drafter import check_quantization, check_sample_method
-from minillm.speculative.drafter import DraftContext
+from minillm.speculative.drafter import DraftContext, TargetInfo
 from minillm.speculative.self_drafter import SelfDrafter
 
 
@@ -39,6 +42,16 @@ class SelfQuantOptions:
     def __post_init__(self) -> None:
         check_sample_method(self.draft_sample_method)
         check_quantization(self.quantization)
+
+    def check_target(self, target: TargetInfo) -> None:
+        """See `Drafter.Options`."""
+        stored = stored_scheme(resolve(target.name))
+        if stored is not None and self.quantization not in (None, stored.method):
+            raise ConfigError(
+                f"speculative method 'self_quant' cannot quantise {target.name} with {self.quantization!r}: it is "
+                f"quantised with {stored.method!r}; give 'quantization': None to draft with its own weights, or load "
+                "the original checkpoint"
+            )
 
 
 class SelfQuantDrafter(SelfDrafter):

@@ -102,7 +102,9 @@ def _drafter_folder(method: str, model: str | None, target: str) -> Path:
     if not has_bundled_drafter(method, target):
         raise ConfigError(
             f"speculative method {method!r} needs 'model', a folder of weights that were trained for {target!r}; "
-            f"`minillm train --stages {method} --target {target}` makes one"
+            f"`minillm train --stages corpus {method} --target {target}` makes it, "
+            f"runs/models/{resolve(target).name}-{method}, for a tokenizer of at most 65,536 tokens with <|endoftext|> "
+            "as token 0"
         )
     return bundled_drafter(method, target)
 
@@ -150,7 +152,7 @@ def load_drafter(
         warnings.warn(
             f"{folder} was trained for {config.target} with norms {config.target_fingerprint}, but the target "
             f"{target_name} has norms {found}: the output stays exact, but few drafts may be accepted; train again "
-            f"with `minillm train --stages {method} --target {target_name}`",
+            f"with `minillm train --stages corpus {method} --target {target_name}`",
             stacklevel=2,
         )
     return module.requires_grad_(False).eval()

@@ -37,12 +37,14 @@ def from_target(p: Tensor, q: Tensor) -> Tensor:
 
 
 def typical_rule(threshold: float | None = None, alpha: float | None = None) -> AcceptRule:
-    """The rule with these ε and δ; None: `THRESHOLD` and `ALPHA`. Raises `ConfigError` unless both are above 0 and
-    below 1: with 1 for both, even a token of probability 1 would be rejected."""
+    """The rule with these ε and δ; None: `THRESHOLD` and `ALPHA`. Raises `ConfigError` unless both are above 0 and at
+    most 1, and one is below 1: otherwise even a token of probability 1 would be rejected."""
     given = {"posterior_threshold": threshold, "posterior_alpha": alpha}
     for name, value in given.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < 1):
-            raise ConfigError(f"{name}={value!r} must be a number above 0 and below 1")
+        if value is not None and not (number and 0 < value <= 1):
+            raise ConfigError(f"{name}={value!r} must be a number above 0 and at most 1")
     chosen = {"threshold": threshold or THRESHOLD, "alpha": alpha or ALPHA}
+    if min(chosen.values()) == 1:
+        raise ConfigError("posterior_threshold=1 and posterior_alpha=1 reject every draft; lower one of them")
     return AcceptRule(partial(likely_enough, **chosen), from_target)

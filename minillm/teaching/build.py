@@ -30,7 +30,7 @@ from minillm.teaching.notebook import (
     to_text,
     without_outputs,
 )
-from minillm.teaching.write_file import write_file
+from minillm.whole_file import write_whole_file
 
 
 def build(root: Path, names: list[str] | None = None, check: bool = False, remeasure: bool = False) -> list[Stale]:
@@ -149,4 +149,4 @@ def _write(path: Path, text: str) -> None:
     """Write only if the text differs, so that file watchers are not triggered."""
     if read_text(path) != text:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, text)
+        write_whole_file(path, text)

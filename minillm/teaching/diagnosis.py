@@ -22,6 +22,9 @@ from minillm.teaching.diagnosis_answers import common_fact, same_structure
 from minillm.teaching.exercise import Attempt, Diagnose, Exercise
 from minillm.teaching.raised import Raised, Sort
 
+LOOKS_AS_IF = "it looks as if your function "
+"""Before the description of a planted mistake."""
+
 
 def likely_cause(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
     """The likely cause in one sentence, or "". `outcomes` and `problems` ("" for right): of the cases tried so far."""
@@ -93,7 +96,7 @@ def _planted_mistake(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequ
     for number, wrong in enumerate(key.exercise.wrong):
         tried = enumerate(zip(outcomes, problems, strict=True))
         if all(_agrees(key, key.planted(number, index), index, *case) for index, case in tried):
-            return f"it looks as if your function {wrong.description}"
+            return LOOKS_AS_IF + wrong.description
     return ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.batch import Segment
+from minillm.bench import timing
 from minillm.errors import LessonError
 from minillm.llm import LLM
 from minillm.ops.cpu.panels import pack
@@ -29,8 +29,7 @@ Marks = list[tuple[float, str]]
 """(seconds, name of the event that has just happened), in order of time."""
 Parts = dict[str, float]
 """Seconds of each part of a completion."""
-CLOCK = time.thread_time if os.name == "posix" else time.perf_counter
-"""CPU time of this thread, so that other work on the machine does not count; Windows counts it too coarsely."""
+CLOCK = timing.clock
 
 # ------------------------------------------------------------------------------------------------ recording a request
 

@@ -71,19 +71,19 @@ class MutantResult:
 
 @dataclass(frozen=True)
 class Report:
-    """All trials, in order, and the declared equivalents (exercise, description) that are not among the survivors."""
+    """All results, in order, and the declared equivalents (exercise, description) that are not among the survivors."""
 
-    trials: tuple[MutantResult, ...]
+    results: tuple[MutantResult, ...]
     stale: tuple[tuple[str, str], ...]
 
     def of(self, exercise: str) -> list[MutantResult]:
-        """The trials of one exercise."""
-        return [trial for trial in self.trials if trial.exercise == exercise]
+        """The results of one exercise."""
+        return [result for result in self.results if result.exercise == exercise]
 
     def write(self, path: Path) -> None:
         """Write everything as JSON."""
         path.write_text(
-            json.dumps({"trials": [asdict(trial) for trial in self.trials], "stale": self.stale}, indent=1),
+            json.dumps({"results": [asdict(result) for result in self.results], "stale": self.stale}, indent=1),
             encoding="utf-8",
         )
 
@@ -107,8 +107,8 @@ def run(names: Sequence[str] = (), jobs: int | None = None, progress: Any = None
         found = {futures[future]: future.result() for future in done}
     finally:  # after an interrupt, wait only for the tasks that the workers have already
         pool.shutdown(cancel_futures=True)
-    trials = tuple(trial for task in tasks for trial in found[task])
-    return Report(trials, _stale(chosen, trials))
+    results = tuple(result for task in tasks for result in found[task])
+    return Report(results, _stale(chosen, results))
 
 
 def _chosen(names: Sequence[str]) -> list[Exercise]:
@@ -138,8 +138,8 @@ def equivalents(exercise: str) -> dict[str, str]:
     return declared.get(exercise, {})
 
 
-def _stale(chosen: Sequence[Exercise], trials: Sequence[MutantResult]) -> tuple[tuple[str, str], ...]:
-    survived = {(trial.exercise, trial.description) for trial in trials if not trial.caught}
+def _stale(chosen: Sequence[Exercise], results: Sequence[MutantResult]) -> tuple[tuple[str, str], ...]:
+    survived = {(result.exercise, result.description) for result in results if not result.caught}
     declared = [(e.name, description) for e in chosen for description in equivalents(e.name)]
     return tuple(pair for pair in declared if pair not in survived)
 

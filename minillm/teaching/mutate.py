@@ -19,9 +19,6 @@ from typing import Any
 from minillm.errors import LessonError
 from minillm.teaching.source import compiled, plain_function
 
-Edit = tuple[str, ast.AST]
-"""The new text of the changed part, and its tree; `ast.Pass` for a statement that is left out."""
-
 
 @dataclass(frozen=True)
 class Mutant:

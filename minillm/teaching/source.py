@@ -14,6 +14,9 @@ from typing import Any
 from minillm.errors import LessonError
 from minillm.teaching.exercise import Function, WrongVersion
 
+Edits = Mapping[str, tuple[str, str]]
+"""Planted mistakes, each one edit of a right answer: {what it does wrong: (right, wrong)}."""
+
 
 def edited(reference: Function, *edits: tuple[str, str]) -> Function:
     """`reference` with each `(old, new)` replaced in its body: a mistake is written as its difference from the answer.
@@ -49,8 +52,8 @@ def plain_function(function: Any) -> Any:
     return inspect.unwrap(getattr(function, "py_func", getattr(function, "fn", function)))
 
 
-def wrong_versions(reference: Function, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
-    """A planted mistake for each `{what the function does wrong: (old, new)}`, by one edit of `reference`."""
+def wrong_versions(reference: Function, edits: Edits) -> tuple[WrongVersion, ...]:
+    """A planted mistake for each of `edits`, made from `reference`."""
     return tuple(WrongVersion(mistake, edited(reference, edit)) for mistake, edit in edits.items())
 
 

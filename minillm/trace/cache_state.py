@@ -314,7 +314,7 @@ class CacheState(TraceState):
             request.marks.num_freed_cached += block_id in self.in_prefix_cache and block_id not in self.owners
         request.marks.num_freed += len(block_ids)
         if reason == "interrupted":
-            request.restart(request.num_computed)
+            request.restart()
 
     def _run(self, work: Work) -> None:
         request = self._request(work.request_id)

@@ -59,14 +59,15 @@ class RequestState:
     former_table: list[int] = field(default_factory=list)
     """The block table at the end of the request."""
     marks: StepChanges = field(default_factory=StepChanges)
-    lost_tokens: int = 0
-    """Most tokens that were in the cache at a preemption or an interrupt; a prefill of these is a recomputation."""
+    computed_tokens: int = 0
+    """Most tokens that it has had in the cache; a prefill of these is a recomputation."""
+    starts_again: bool = False
+    """Whether its latest work began with such a token."""
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether its prefill computes tokens again that a preemption or an interrupt discarded."""
-        start = self.marks.written.start if self.marks.written else self.num_computed
-        return self.status == "prefill" and start < self.lost_tokens
+        """Whether its prefill computes tokens again, after a preemption or an interrupt."""
+        return self.status == "prefill" and self.starts_again
 
     @property
     def num_output_tokens(self) -> int:
@@ -85,6 +86,9 @@ class RequestState:
         """Record that keys and values of `num_tokens` tokens from `start` on were written."""
         self.num_computed = start + num_tokens
         self.marks.written = range(start, self.num_computed)
+        self.starts_again = start < self.computed_tokens
+        if self.status == "prefill":  # drafts may be rejected: `keep` says how many are not
+            self.computed_tokens = max(self.computed_tokens, self.num_computed)
 
     def keep(self, num_computed: int) -> None:
         """Mark everything written beyond `num_computed` tokens as rolled back."""
@@ -92,16 +96,16 @@ class RequestState:
         self.marks.written = range(written.start, min(written.stop, num_computed))
         self.marks.rolled_back = range(num_computed, max(written.stop, num_computed))
         self.num_computed = num_computed
+        self.computed_tokens = max(self.computed_tokens, num_computed)
 
     def preempt(self, num_computed: int) -> None:
         """Record a preemption: the request lost its cached tokens, and `num_computed` tokens must be recomputed."""
-        self.restart(num_computed)
+        self.restart()
         self.marks.preempted_tokens = num_computed
         self.status = "preempted"
 
-    def restart(self, num_computed: int) -> None:
-        """Record that the request lost the keys and values of `num_computed` tokens, all that it had, and waits."""
-        self.lost_tokens = max(self.lost_tokens, num_computed)
+    def restart(self) -> None:
+        """Record that the request lost all its keys and values, and waits."""
         self.marks.written = NOTHING
         self.num_computed = 0
         self.status = "waiting"

@@ -18,6 +18,8 @@ from minillm.training.record import RunRecord
 from minillm.training.target_evaluation import TargetEvaluation
 
 SCHEMA = 1
+MINUTES = """Minutes are wall-clock time in training steps, whatever else the machine was doing. The first step of each
+row length in a session is not counted: it may compile."""
 Facts = dict[str, Any]
 
 
@@ -157,8 +159,8 @@ Rows of each length are drawn in an order of their own, so some text was seen tw
 
 {recipes}
 
-Muon for the matrices, AdamW for the rest; fp32 weights, matrix products in the dtype that the table names. Minutes are
-wall-clock time in training steps, compiling included, whatever else the machine was doing.
+Muon for the matrices, AdamW for the rest; fp32 weights, matrix products in the dtype that the table names.
+{MINUTES}
 {extrapolated if "extrapolation" in facts else ""}{distilled if "distillation" in facts["runs"] else ""}
 `minillm train` runs these stages with the present recipes, on the Python packages of the machine that it runs on, so it
 makes another model. The numbers here are also in `training.json`."""

@@ -1,7 +1,7 @@
 """A compact checkpoint of a stable run, from which another machine can continue: 8-bit weights, tokenizer, log.
 
-Optimiser momenta are not stored and build up again. Weights are rounded to multiples of 1/127 of the largest in their
-row.
+The stages after `target` and the corpus are not in it. Optimiser momenta are not stored and build up again. Weights are
+rounded to multiples of 1/127 of the largest in their row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import TrainingError
+from minillm.training.pair import SHARES_FILE
 from minillm.training.record import LOG, RECIPES
 from minillm.training.state_files import STATE, copy_whole, read_state, replacing, write_state
 
@@ -50,6 +51,10 @@ def pack_run(runs: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in (tokenizer, *logs):
         copy_whole(file, folder / file.name)
+    if (runs / SHARES_FILE).exists():
+        copy_whole(runs / SHARES_FILE, folder / SHARES_FILE)
+    else:
+        (folder / SHARES_FILE).unlink(missing_ok=True)
     with replacing(folder / WEIGHTS) as fresh:  # last: a folder with weights is complete
         save_file(tensors, fresh, {key: json.dumps(state[key]) for key in COUNTERS})
 
@@ -77,6 +82,8 @@ def unpack_run(folder: Path, runs: Path) -> None:
     copy_whole(folder / TOKENIZER, own)
     for log in LOGS:
         copy_whole(folder / log, target / log)
+    if (folder / SHARES_FILE).exists():
+        copy_whole(folder / SHARES_FILE, runs / SHARES_FILE)
     write_state(target / STATE, state)  # last: a folder with a state is complete
 
 

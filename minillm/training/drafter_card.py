@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minillm.training.card import hardware_words, table
+from minillm.training.card import MINUTES, hardware_words, table
 from minillm.training.drafter_evaluation import Acceptance
 
 KINDS = {"code": "held-out code", "greedy": "the target's greedy text", "sampled": "the target's text at temperature 1"}
@@ -38,6 +38,8 @@ from minillm import LLM
 ```
 
 {table(("", ""), rows)}
+
+{MINUTES}
 
 ![Training loss](loss.svg)
 

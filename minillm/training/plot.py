@@ -25,7 +25,8 @@ class Curve:
     """Unit of the loss, e.g. `nats per token`."""
     log: Sequence[LogRow]
     cycle: int = 1
-    """Steps after which the row lengths repeat. Their losses differ, so a point is the mean of whole cycles."""
+    """Steps after which the row lengths repeat. Their losses differ, so a point is the mean of whole cycles: steps
+    outside them are left out, such as those that a GPU logs when it saves its state."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,8 @@ def loss_svg(title: str, curves: Sequence[Curve]) -> str:
 
 
 def buckets(curve: Curve) -> list[Bucket]:
-    """Group the log into at most `POINTS` buckets of consecutive steps, in whole cycles: the steps that are over at the
-    beginning are left out, unless there are no others."""
-    log = curve.log[len(curve.log) % curve.cycle :] or curve.log
+    """Group the log into at most `POINTS` buckets of neighbouring steps, in whole cycles (if it has any)."""
+    log = _whole_cycles(curve.log, curve.cycle) or curve.log
     size = curve.cycle * math.ceil(len(log) / POINTS / curve.cycle)
     found = []
     for start in range(0, len(log), size):
@@ -74,6 +74,16 @@ def buckets(curve: Curve) -> list[Bucket]:
         losses = [row.loss for row in rows]
         found.append(Bucket(rows[-1].tokens / 1e6, sum(losses) / len(losses), min(losses), max(losses)))
     return found
+
+
+def _whole_cycles(log: Sequence[LogRow], cycle: int) -> list[LogRow]:
+    """The log without the steps that are over at the beginning of each stretch of consecutive ones."""
+    stretches: list[list[LogRow]] = []
+    for row in log:
+        if not stretches or row.step != stretches[-1][-1].step + 1:
+            stretches.append([])
+        stretches[-1].append(row)
+    return [row for stretch in stretches for row in stretch[len(stretch) % cycle :]]
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

@@ -5,7 +5,9 @@ in sessions for as long as there is time. From any of its states, a branch decay
 (`stages.py` says what follows before the export). The stable run is not changed and may continue.
 
 A budget is given in tokens or in minutes. Progress is the larger of the two shares used so far. The decay follows
-progress, so a branch on a busy machine also ends on time, with its rate at `Recipe.decay_to` of the peak.
+progress, so a branch on a busy machine also ends on time, with its rate at `Recipe.decay_to` of the peak. In each
+session the first step of each row length is not counted in minutes: PyTorch may compile there, which can take longer
+than a short stage.
 """
 
 from __future__ import annotations
@@ -167,13 +169,16 @@ class Trainer:
         done = round(100 * self.progress, 1)
         bar = tqdm(total=None if endless else 100, initial=done, desc=self.folder.name, unit="%", mininterval=5)
         saved_at = self.seconds
+        compiled: set[int] = set()
         with held_signals() as deliver:
             try:
                 while self.progress < 1.0:
                     self._wait_while_paused(deliver)
-                    began = time.perf_counter()
+                    length, began = self._next_length(), time.perf_counter()
                     loss = self.train_step()
-                    self.seconds += time.perf_counter() - began
+                    if length in compiled:
+                        self.seconds += time.perf_counter() - began
+                    compiled.add(length)
                     if self._is_logged():
                         self._log()
                     postfix = {"loss": f"{loss:.3f}", "tokens": f"{self.tokens_seen / 1e6:.2f}M", "step": self.step}
@@ -266,9 +271,12 @@ class Trainer:
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         """The batch of the next step, the same however often it is asked for."""
-        own = self.step - self.steps_before
-        length = self.recipe.lengths[own % len(self.recipe.lengths)]
-        return self.batches.batch(own, self.recipe.tokens_per_step // length, length)
+        length = self._next_length()
+        return self.batches.batch(self.step - self.steps_before, self.recipe.tokens_per_step // length, length)
+
+    def _next_length(self) -> int:
+        """Tokens per row of the next step."""
+        return self.recipe.lengths[(self.step - self.steps_before) % len(self.recipe.lengths)]
 
     def _set_rates(self, factor: float) -> None:
         for optimizer, rate in zip(self.optimizers, self.base_rates, strict=True):

@@ -144,7 +144,7 @@ class RunRecord:
 
     @property
     def minutes(self) -> float:
-        """Minutes spent in training steps, over all sessions."""
+        """Minutes spent in training steps, over all sessions, as `Trainer` counts them."""
         return self.log[-1].seconds / 60
 
     def recipe_changes(self) -> list[dict[str, Any]]:

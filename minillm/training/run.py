@@ -86,13 +86,13 @@ def train(
         if threads < 1:
             raise TrainingError(f"--threads {threads} must be at least 1")
         torch.set_num_threads(threads)
+    if begin_with is not None:
+        unpack_run(Path(begin_with), Path(folder))
     shares_of = None
     if minutes is not None:
         shares_of = _shares_of(Path(folder), torch.device(device).type)
         own = {stage: minutes * share for stage, share in SHARES[shares_of].items()}
         own |= dict.fromkeys(TRAINED, minutes * DRAFTER_SHARE)
-    if begin_with is not None:
-        unpack_run(Path(begin_with), Path(folder))
     pair = Pair(
         folder=Path(folder),
         target_recipe=stable_recipe(own.get("target", TARGET_MINUTES)),
@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_count, default=None, help="CPU threads (default: PyTorch's choice)")
     help_text = "start from a checkpoint of the stable run (default: from scratch, or from the state in --folder)"
     parser.add_argument("--begin-with", type=Path, default=None, metavar="FOLDER", help=help_text)
-    help_text = "do not train: write the stable run in --folder as such a checkpoint"
+    help_text = "do not train: write the stable run in --folder (the stage `target` alone) as such a checkpoint"
     parser.add_argument("--pack", type=Path, default=None, metavar="FOLDER", help=help_text)
     help_text = "folder for the exported models (default: models in --folder)"
     parser.add_argument("--export-to", type=Path, default=None, metavar="FOLDER", help=help_text)

@@ -102,7 +102,7 @@ def test_runs_without_a_judged_draft_are_refused(tiny: TinyPair) -> None:
 
 
 def test_results_of_other_weights_are_refused(tiny: TinyPair, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no ablations of .* in it; `minillm train --ablations"):
+    with pytest.raises(ConfigError, match=r"no ablations of .* in it; `minillm train --stages corpus`, then"):
         run(str(tiny.target), drafters=tmp_path, **SMALL)
     trained(tmp_path, tiny.target, fingerprint="other")
     with pytest.raises(ConfigError, match="its weights differ"):

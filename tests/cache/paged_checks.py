@@ -11,25 +11,13 @@ from torch import Tensor
 from minillm import SamplingParams
 from minillm.batch import Batch
 from minillm.cache.paged_quantized import PagedQuantizedKVCache
-from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.trace import BlockCopied, DraftProposed, RequestPreempted, TokensCommitted
 from tests.cache.engines import DRAFT, engine, fill_with_rubbish, prompts, tokens
+from tests.cache.runs import PreemptingScheduler
 from tests.cache.steps import CONTEXT, CPU, small_config
 from tests.ops.test_paged_attention import random_step, textbook
 
 COUNT, NEW_TOKENS = 4, 16
-
-
-class PreemptingScheduler(Scheduler):
-    """Throws the youngest running request out of its place before every seventh step."""
-
-    count = 0
-
-    def schedule(self) -> list[Scheduled]:
-        self.count += 1
-        if self.count % 7 == 0 and len(self.running) > 1:
-            self._preempt(self.running[-1])
-        return super().schedule()
 
 
 def one_place(place: int, past: int, count: int) -> Batch:
@@ -127,8 +115,8 @@ def in_small_chunks(options: dict[str, Any]) -> list[list[int]]:
     return tokens(engine(options, max_num_seqs=3, max_num_batched_tokens=19), prompts(COUNT), NEW_TOKENS)
 
 
-def preempted(options: dict[str, Any], **small_pool: Any) -> list[list[int]]:
-    llm = engine(options, **small_pool)
+def preempted(options: dict[str, Any], **more: Any) -> list[list[int]]:
+    llm = engine(options, scheduler_cls=PreemptingScheduler, **more)
     with llm.trace() as trace:
         got = tokens(llm, prompts(COUNT), NEW_TOKENS)
     assert trace.of(RequestPreempted)

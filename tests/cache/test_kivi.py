@@ -173,7 +173,7 @@ def test_the_same_tokens_however_it_runs(
 
 
 def test_preempted_is_not_preempted(expected: list[list[int]]) -> None:
-    assert check.preempted(SMALL, scheduler_cls=check.PreemptingScheduler) == expected
+    assert check.preempted(SMALL) == expected
 
 
 def test_a_step_that_broke_off_half_way_is_as_if_it_had_never_begun() -> None:

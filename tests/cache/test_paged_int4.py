@@ -76,7 +76,7 @@ def test_chunked_prefill_is_whole_prefill(expected: list[list[int]]) -> None:
 
 
 def test_preempted_is_not_preempted(expected: list[list[int]]) -> None:
-    assert check.preempted(INT4, block_size=4, scheduler_cls=check.PreemptingScheduler) == expected
+    assert check.preempted(INT4, block_size=4) == expected
 
 
 def test_drafted_is_not_drafted(expected: list[list[int]]) -> None:

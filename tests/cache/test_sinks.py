@@ -15,7 +15,7 @@ from minillm.errors import ConfigError, MinillmError
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.loading import load_model
 from minillm.tokenizer import Tokenizer
-from tests.cache.runs import ENGINES, PROMPTS, draft_of, generated, greedy_tokens, paged
+from tests.cache.runs import PROMPTS, draft_of, generated, greedy_tokens, paged
 from tests.cache.steps import CONTEXT, CPU, Play, Reference, full, rotated, small_config, tensor_bytes, textbook
 from tests.conftest import TinyPair
 
@@ -131,17 +131,6 @@ def test_the_tokens_are_those_of_a_model_that_rotates_all_keys_anew(tiny: TinyPa
     tokenizer = Tokenizer.from_folder(tiny.target)
     expected = [greedy_tokens(model, NaiveSinks(model.config, 3, 12), tokenizer.encode(prompt)) for prompt in PROMPTS]
     assert generated(str(tiny.target), {"layout": "sinks", "sinks": 3, "window": 12}) == expected
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=["chunks of seven", "two places", "preempted"])
-@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-def test_the_same_tokens_however_they_are_run(tiny: TinyPair, engine: dict[str, Any], drafted: bool) -> None:
-    """The same layout, one step per token and all prompts at once, is the measure: drafts and chunks lose nothing."""
-    layout = {"layout": "sinks", "sinks": 3, "window": 12, "spare": 3}
-    speculative = draft_of(tiny) if drafted else None
-    expected = generated(str(tiny.target), layout)
-    assert expected != paged(str(tiny.target))
-    assert generated(str(tiny.target), layout, speculative_config=speculative, **engine) == expected
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])

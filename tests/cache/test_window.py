@@ -128,11 +128,18 @@ def test_a_ring_is_never_longer_than_the_context() -> None:
     assert cache.num_bytes == claimed == CONTEXT * TOKEN_BYTES
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [{"layout": "window", "window": 14}, {"layout": "sinks", "sinks": 3, "window": 12}],
+    ids=lambda layout: layout["layout"],
+)
 @pytest.mark.parametrize("engine", ENGINES, ids=["chunks of seven", "two places", "preempted"])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-def test_the_same_tokens_however_they_are_run(tiny: TinyPair, engine: dict[str, Any], drafted: bool) -> None:
+def test_the_same_tokens_however_they_are_run(
+    tiny: TinyPair, engine: dict[str, Any], drafted: bool, layout: dict[str, Any]
+) -> None:
     """The same layout, one step per token and all prompts at once, is the measure: drafts and chunks lose nothing."""
-    layout = {"layout": "window", "window": 14, "spare": 3}
+    layout = {**layout, "spare": 3}
     speculative = draft_of(tiny) if drafted else None
     expected = generated(str(tiny.target), layout)
     assert expected != paged(str(tiny.target))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from minillm.cluster.grading import SLOTS, free_slot, graders_of
+from minillm.cluster.grading import SLOTS, SubmissionTask, free_slot, graders_of
+from minillm.cluster.worker_pool import TasksGivenUpError
 from minillm.teaching.grading import batch
-from minillm.teaching.grading.grades import Status
+from minillm.teaching.grading.grades import Status, Submission
 from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.guard import GIB, Limits
 from tests.cluster.this_process import ThisProcess
@@ -57,6 +59,23 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(submissions: Path) 
     assert set(graded) == {0, 1, 2}
     assert graded[1].status is Status.UNREADABLE and "No such file" in graded[1].reason
     assert graded[0].status is not Status.UNREADABLE
+
+
+def test_a_submission_that_ends_every_worker_is_interrupted_and_stops_no_report(
+    submissions: Path, tmp_path: Path
+) -> None:
+    class Losing:
+        def map(self, make: object, tasks: list[SubmissionTask]) -> Iterator[tuple[int, Submission]]:
+            for number in (0, 2):
+                task = tasks[number]
+                yield number, Submission(student=task.student, file=task.file, key=task.key, status=Status.PASSED)
+            raise TasksGivenUpError("1 of 3 tasks", [1])
+
+    graded = batch.grade_all(batch.find(submissions), tmp_path, RULES, graders=graders_of(Losing()))
+    files = [each for each in graded if each.key]
+    assert [each.student for each in files] == ["ann", "bob", "cem"]
+    assert [(each.status, each.interrupted) for each in files][1] == (Status.UNREADABLE, True)
+    assert "3 workers that graded it were lost" in files[1].reason
 
 
 def test_a_slot_that_another_user_has_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

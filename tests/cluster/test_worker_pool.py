@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from minillm.cluster.worker_pool import WorkerPool, room
+from minillm.cluster.worker_pool import MAX_LOSSES, TasksGivenUpError, WorkerPool, room
 from minillm.errors import ConfigError
 from tests.cluster.ray_stand_in import RayStandIn
 
@@ -27,6 +27,13 @@ def test_the_task_of_a_lost_worker_is_done_by_another(ray: RayStandIn, loss: str
     pool = WorkerPool(1)
     assert dict(pool.map(Squares, range(3))) == {0: 0, 1: 1, 2: 4}
     assert (pool.num_lost, len(ray.actors)) == (1, 1)
+
+
+def test_a_task_that_loses_every_worker_is_given_up(ray: RayStandIn) -> None:
+    ray.losses = [sys.modules["ray.exceptions"].RayActorError() for _ in range(MAX_LOSSES)]
+    with pytest.raises(TasksGivenUpError, match="1 of 1 tasks lost 3 workers") as raised:
+        list(WorkerPool(1).map(Squares, range(1)))
+    assert raised.value.numbers == [0]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_files_and_pipes_are_utf_8_unless_another_encoding_is_chosen(
 def test_what_is_not_utf_8_is_no_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 x"), encoding="cp1252"))
     assert cli.main(["generate", "-"]) == 2
-    assert capsys.readouterr().err == "minillm: byte 3 of standard input is not utf-8; convert it\n"
+    assert capsys.readouterr().err == "minillm: standard input is not utf-8; convert it\n"
 
 
 @pytest.mark.parametrize("options", [[], ["--stream"]])
@@ -186,7 +186,7 @@ def test_a_prompt_from_a_closed_or_garbled_input_is_refused(
     assert capsys.readouterr().err == "minillm: standard input is closed; give the prompt itself instead of -\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
     assert cli.main(["generate", "-"]) == 2
-    assert capsys.readouterr().err == "minillm: byte 2 of standard input is not utf-8; convert it\n"
+    assert capsys.readouterr().err == "minillm: standard input is not utf-8; convert it\n"
 
 
 def test_an_input_without_end_is_not_read_to_its_end(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from minillm.complete.prompt import Gap, GapPrompt, end_of, gap_prompt, start_of
 from minillm.errors import PromptError
@@ -73,6 +75,24 @@ def test_nothing_before_the_cursor_is_refused(fills: Tokenizer) -> None:
 def test_a_mark_in_the_code_is_refused(fills: Tokenizer, suffix: str) -> None:
     with pytest.raises(PromptError, match="the prefix contains"):
         made(fills, f"mark = '{FIM_TOKENS[0]}'", suffix)
+
+
+def test_code_that_cannot_be_encoded_is_refused(fills: Tokenizer) -> None:
+    for text, suffix in (("x = '\ud800'", ""), ("x = ", "'\ud800'")):
+        with pytest.raises(PromptError, match="half a surrogate pair"):
+            made(fills, text, suffix)
+
+
+def test_a_token_before_every_text_counts_once(fills: Tokenizer) -> None:
+    backend = tokenizers.Tokenizer.from_str(fills.backend.to_str())
+    backend.post_processor = TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer = Tokenizer(backend, fills.folder)
+    prefix, suffix = "def f():\n    return ", "x"
+    for after in ("", suffix):
+        needed = len(tokenizer.encode(f"{''.join(FIM_TOKENS)}{prefix}{after}" if after else prefix))
+        found = made(tokenizer, prefix, after, needed)
+        assert found.num_dropped == 0 and len(found.token_ids) == needed
+    assert end_of(tokenizer, prefix, 0) == end_of(tokenizer, prefix, -1) == ""
 
 
 def test_what_is_no_token_of_the_model_is_no_mark(fills: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.engine.commit import _find_stop
+from minillm.engine.commit import _find_stop, commit
 from minillm.errors import ConfigError
 from minillm.request import Request
+from minillm.speculative.rejection_sampler import Verdict
+from minillm.tokenizer import Detokenizer, Tokenizer
 from minillm.trace import StepRan, TokensCommitted, request_metrics
 from tests.conftest import TinyPair
 
@@ -108,6 +110,19 @@ def test_of_two_stop_strings_in_one_token_the_one_that_ends_first_ends_the_text(
     request = Request("a", "", [1], 1, SamplingParams(stop=["xyz?", "yz"]), 9, seed=0)
     request.text = "wxyz?"
     assert _find_stop(request, seen=0) == ("yz", 2)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_completes_a_stop_string_if_its_text_is_kept(tiny: TinyPair, include: bool) -> None:
+    """As in vLLM. The string is then the reason, and the text ends with it."""
+    tokenizer = Tokenizer.from_folder(tiny.target)
+    token = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_string(i) == "re")
+    params = SamplingParams(stop="r", stop_token_ids=[token], include_stop_str_in_output=include)
+    request = Request("a", "", [1], 1, params, 9, seed=0, stop_ids=frozenset({token}))
+    request.detokenizer = Detokenizer(tokenizer)
+    commit(request, Verdict([token], 0))
+    expected = ("r", "stop", "r") if include else ("", "stop", token)
+    assert (request.text, request.finish_reason, request.stop_reason) == expected
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -14,6 +14,7 @@ import gguf
 import pytest
 import tokenizers
 import torch
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from minillm import LLM, SamplingParams, cli
@@ -23,12 +24,12 @@ from minillm.commands import export as command
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export import gguf as exporter
 from minillm.export.gguf import TYPES, architecture_of, export_gguf, interleave
-from minillm.export.gguf_tokenizer import gguf_tokenizer
+from minillm.export.gguf_tokenizer import SPLITS, fitting_split, gguf_tokenizer
 from minillm.models.config import RopeConfig
 from minillm.models.held_out import held_out_prompts
 from minillm.models.hub import resolve
 from minillm.models.loading import load_config, load_model, save_llama, stored_tensors
-from minillm.tokenizer import Tokenizer
+from minillm.tokenizer import BYTE_OF, Tokenizer
 from tests.conftest import TinyPair
 from tests.models.hf_checkpoints import CASES, make
 
@@ -170,6 +171,28 @@ def test_tokens_around_a_text_that_the_file_cannot_state_are_no_agreement(
 ) -> None:
     folder = with_template(tiny.target, tmp_path / "model", template, None)
     assert gguf_tokenizer(Tokenizer.from_folder(folder), 300).agreement == 0
+
+
+def test_a_normalizer_that_llama_cpp_does_not_have_lowers_the_agreement(tiny: TinyPair) -> None:
+    backend = Tokenizer.from_folder(tiny.target).backend
+    _, plain = fitting_split(backend)
+    backend.normalizer = normalizers.Lowercase()
+    assert fitting_split(backend)[1] < plain
+
+
+def test_words_that_no_merges_make_lower_the_agreement_where_llama_cpp_does_not_take_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vocabulary = {token: i for i, token in enumerate([*BYTE_OF, "Ġreturn"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS["qwen2"]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    assert fitting_split(backend) == ("llama-bpe", 1.0)
+    others = {name: split for name, split in SPLITS.items() if name != "llama-bpe"}
+    monkeypatch.setattr("minillm.export.gguf_tokenizer.SPLITS", others)
+    name, agreement = fitting_split(backend)
+    assert name == "qwen2" and agreement < 1
 
 
 def edit(folder: Path, name: str, **values: object) -> None:

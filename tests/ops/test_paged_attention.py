@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Batch
+from minillm.bench.on_gpu.ragged_steps import Layout, step
 from minillm.ops import paged_attention as op
 
 
@@ -25,34 +26,15 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None)
 
 
 def random_step(seed: int, block_size: int, heads: tuple[int, int], dim: int, query_lens: list[int]):
-    """A pool with scattered blocks full of poison, the requests' own tokens in it, and the batch that reads them."""
-    rng = random.Random(seed)
+    """A pool with scattered blocks, NaN in unused slots, the batch that reads it, and each request's own tokens."""
     torch.manual_seed(seed)
-    seq_lens = [length + rng.choice([0, 1, 5, 37]) for length in query_lens]
-    blocks = [-(-n // block_size) for n in seq_lens]
-    order = rng.sample(range(sum(blocks) + 3), sum(blocks))
-    tables = [[order.pop() for _ in range(count)] for count in blocks]
-    keys, values = (torch.full(((sum(blocks) + 3) * block_size, heads[1], dim), 1e4) for _ in range(2))
-    dense = []
-    for table, n in zip(tables, seq_lens, strict=False):
-        k, v = torch.randn(n, heads[1], dim), torch.randn(n, heads[1], dim)
-        slots = torch.tensor([table[i // block_size] * block_size + i % block_size for i in range(n)])
-        keys[slots], values[slots] = k, v
-        dense.append((k, v))
-    widest = max(blocks)
-    query_start = [0]
-    for length in query_lens:
-        query_start.append(query_start[-1] + length)
-    batch = Batch(
-        token_ids=torch.empty(0),
-        positions=torch.empty(0),
-        slot_mapping=torch.empty(0),
-        block_tables=torch.tensor([t + t[:1] * (widest - len(t)) for t in tables]),
-        query_start=query_start,
-        seq_lens=seq_lens,
-        block_size=block_size,
-    )
-    return torch.randn(query_start[-1], heads[0], dim), keys, values, batch, dense
+    layout = Layout(torch.float32, 0, heads, dim, block_size, None)
+    q, keys, values, batch = step(random.Random(seed), torch.device("cpu"), layout, query_lens, past=(0, 1, 5, 37))
+    own = [
+        [table[i // block_size] * block_size + i % block_size for i in range(length)]
+        for table, length in zip(batch.block_tables.tolist(), batch.seq_lens, strict=True)
+    ]
+    return q, keys, values, batch, [(keys[slots], values[slots]) for slots in own]
 
 
 MIXES = [[1], [5], [1, 1, 1], [1, 3, 5], [40], [1, 40, 5, 17, 1], [16, 17], [2, 1]]

@@ -288,6 +288,16 @@ def test_without_prefix_caching_nothing_can_be_reused(tiny: TinyPair, tmp_path: 
         edited_prompt(llm, list(range(3, 20)), 4, 6, [7], salt="a")
 
 
+def test_a_layout_whose_rows_cannot_be_moved_is_named_though_it_has_no_prefix_caching(
+    tiny: TinyPair, tmp_path: Path
+) -> None:
+    llm = LLM(str(tiny.target), kv_cache_config={"layout": "contiguous"}, enforce_eager=True)
+    with pytest.raises(UnsupportedError, match="use cache layout 'paged'"):
+        DocumentStore(llm, tmp_path)
+    with pytest.raises(UnsupportedError, match="use cache layout 'paged'"):
+        edited_prompt(llm, list(range(3, 20)), 4, 6, [7], salt="a")
+
+
 def test_a_question_has_no_beginning_of_text_of_its_own(
     llm: LLM, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

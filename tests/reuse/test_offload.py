@@ -145,7 +145,7 @@ def test_refusals(llm: LLM, offloader: Offloader, tiny: TinyPair) -> None:
             Link(bandwidth)
     with pytest.raises(PromptError, match="0 tokens"):
         offloader.offload([])
-    with pytest.raises(UnsupportedError, match="enforce_eager=True and quantization=None"):
+    with pytest.raises(UnsupportedError, match="from a full-precision checkpoint with enforce_eager=True"):
         Offloader(LLM(str(tiny.target), quantization="int8", enforce_eager=True))
     assert llm.engine.pool.num_used == 0
 

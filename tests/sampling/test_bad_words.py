@@ -54,9 +54,14 @@ def test_a_word_behind_a_space_that_begins_with_the_same_token_does_not_count_tw
     assert bad_word_token_ids(["a b"], WithoutSpaces()) == ((97, 98),)
 
 
-def test_a_word_without_tokens_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match=r"bad_words has '  ', which has no tokens; leave it out"):
-        bad_word_token_ids(["a", "  "], tokenizer)
+def test_a_word_of_white_space_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"bad_words has '\\n', which has no tokens without the white space in front"):
+        bad_word_token_ids(["a", "\n"], tokenizer)
+
+
+def test_a_word_that_cannot_be_encoded_is_named(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"bad_words has '\\ud800', which the tokenizer cannot encode"):
+        bad_word_token_ids(["a", "\ud800"], tokenizer)
 
 
 def test_too_many_words_are_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tests.serve.running_server import RunningServer, running_server  # isort: s
 
 from minillm import SamplingParams
 from minillm.chat_template import ChatTemplate
+from minillm.errors import ConfigError
 from minillm.serve.http_errors import ApiError
 from minillm.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
 from minillm.tokenizer import Tokenizer
@@ -85,6 +86,13 @@ def test_biases_are_taken_as_at_least_minus_100_and_at_most_100() -> None:
     body = CompletionRequest.model_validate_json('{"prompt": "a", "logit_bias": {"9": 300.0, "11": -1e9, "5": 2}}')
     given = body.sampling_params(SamplingParams(), max_tokens=8)
     assert given.logit_bias == {9: 100.0, 11: -100.0, 5: 2.0}
+
+
+def test_a_bias_of_nan_is_refused() -> None:
+    """JSON has no such number, but Python's parser reads it."""
+    body = CompletionRequest.model_validate({"prompt": "a", "logit_bias": {"5": float("nan")}})
+    with pytest.raises(ConfigError, match="logit_bias"):
+        body.sampling_params(SamplingParams(), max_tokens=8)
 
 
 @pytest.mark.parametrize(("kind", "path", "body"), BODIES)

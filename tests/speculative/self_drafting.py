@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -81,6 +82,27 @@ def stops_completions_aborts_and_later_requests_are_plain(
     assert [reason for _, reason in got] == [reason for _, reason in right]
     assert "stop" in [reason for _, reason in got] and got[1][1] == "abort"
     assert [one for i, one in enumerate(got) if i != 1] == [one for i, one in enumerate(right) if i != 1]
+
+
+def an_interrupt_after_drafting_leaves_nothing_behind(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    """Every third time, the step ends between drafting and verifying. The tokens are those without drafts."""
+    llm = LLM(str(tiny.target), block_size=4, speculative_config=speculative)
+    real, calls = llm.engine.drafter.propose, []
+
+    def propose(*args: Any) -> Any:
+        calls.append(real(*args))
+        if len(calls) % 3 == 0:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    llm.engine.drafter.propose = propose
+    requests = llm.submit(PROMPTS, GREEDY)
+    while llm.engine.has_requests:
+        with suppress(KeyboardInterrupt):
+            llm.engine.step()
+        llm.engine.scheduler.check_integrity()
+    assert len(calls) > 3
+    assert [r.output_token_ids for r in requests] == tokens(LLM(str(tiny.target), block_size=4))
 
 
 def cache_is_that_of_a_plain_run(

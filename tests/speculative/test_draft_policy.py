@@ -23,8 +23,11 @@ from minillm.speculative.adaptive_drafts import (
     AdaptiveDrafts,
 )
 from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
+from minillm.speculative.drafter import NO_DRAFT
+from minillm.speculative.ngram import NgramDrafter
 from minillm.speculative.step_costs import StepCosts, isotonic_costs
 from minillm.speculative.step_times import SETTLING_STEPS
+from minillm.speculative.suffix import SuffixDrafter, SuffixOptions
 from minillm.trace import DraftProposed, DraftsPlanned, StepRan
 from tests.conftest import TinyPair
 from tests.speculative.three_tokens import expected_triples, p_of_triples
@@ -366,6 +369,12 @@ def test_what_drafts_add_is_right_for_any_number_of_them() -> None:
         assert policy._step_ratio(1, count, [request], 1) == pytest.approx(1 + count, rel=0.05)
 
 
+def test_a_lookup_that_finds_nothing_returns_what_does_not_count() -> None:
+    for drafter in (NgramDrafter(2, 3), SuffixDrafter(SuffixOptions())):
+        [draft] = drafter.propose([a_request()], [4])
+        assert draft is NO_DRAFT
+
+
 class SeenSteps(FixedDrafts):
     """Fixed drafts, and what it was told about steps."""
 
@@ -645,20 +654,24 @@ def test_a_step_in_which_the_drafter_reads_what_it_has_missed_is_not_compared(wh
     assert policy._overhead.num_steps == 2 * STEPS_IN_TURN - 2
 
 
+@pytest.mark.parametrize("beside_prompts", [False, True])
 def test_a_draft_model_that_makes_no_draft_is_soon_asked_no_more(
-    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, beside_prompts: bool
 ) -> None:
-    """It never is as sure as `min_survival` wants, and each of its forwards is lost."""
+    """It never is as sure as `min_survival` wants, and each of its forwards is lost. `beside_prompts`: every step also
+    computes a part of a prompt."""
     costs = StepCosts({1: 1.0, 64: 2.0}, 0.0, 0.2, 0.2)
     monkeypatch.setattr("minillm.engine.assembly.measure", lambda *_: costs)
     given = {"method": "draft_model", "model": str(tiny.draft), "min_survival": 1.0, "adaptive": True}
-    llm = LLM(str(tiny.target), speculative_config=given)
+    llm = LLM(str(tiny.target), max_num_seqs=4, max_num_batched_tokens=16, speculative_config=given)
     asked, propose = list[int](), llm.engine.drafter.propose
     monkeypatch.setattr(llm.engine.drafter, "propose", lambda *args: asked.append(len(args[0])) or propose(*args))
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     with llm.trace() as trace:
         for prompt in ("def f(", "import os"):
-            llm.generate(prompt, params, use_tqdm=False)
+            others = [{"prompt_token_ids": [i] * 100} for i in range(20)] if beside_prompts else []
+            one = SamplingParams(temperature=0, max_tokens=1)
+            llm.generate([prompt, *others], [params, *[one] * len(others)], use_tqdm=False)
     assert not any(event.token_ids for event in trace.of(DraftProposed))
     assert 0 < len(asked) <= 2 * PLAN_STEPS
 

@@ -25,6 +25,7 @@ from minillm.trace.acceptance_state import AcceptanceState
 from tests.cache.runs import PreemptingScheduler
 from tests.conftest import TinyPair
 from tests.speculative.reading import target_of
+from tests.speculative.self_drafting import cache_is_that_of_a_plain_run
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "def add(a, b):\n    return"]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -191,23 +192,7 @@ def test_a_forked_tree_with_stop_strings_and_an_abort_leaves_the_others_as_they_
 
 
 def test_the_cache_holds_what_a_plain_run_would_have_put_there(tiny: TinyPair) -> None:
-    llm = LLM(str(tiny.target), block_size=4, speculative_config=tree(tiny.draft), enforce_eager=True)
-    plain = LLM(str(tiny.target), block_size=4, enforce_eager=True)
-    engine, checked = llm.engine, 0
-    [request] = llm.submit([PROMPTS[2]], GREEDY)
-    while engine.has_requests:
-        engine.step()
-        if not request.block_table:
-            break
-        count = request.num_computed_tokens
-        slots = [request.block_table[i // 4] * 4 + i % 4 for i in range(count)]
-        blocks = -(-count // 4)
-        plain.engine.runner.run([Segment(request.token_ids[:count], 0, list(range(blocks)))])
-        for mine, right in ((engine.runner.cache.keys, plain.engine.runner.cache.keys),
-                            (engine.runner.cache.values, plain.engine.runner.cache.values)):  # fmt: skip
-            assert torch.allclose(mine[:, slots], right[:, :count], atol=1e-4)
-        checked += 1
-    assert checked > 5
+    cache_is_that_of_a_plain_run(tiny, tree(tiny.draft))
 
 
 def test_sampled_text_follows_the_target(tiny: TinyPair) -> None:

@@ -11,7 +11,7 @@ from minillm import LLM, SamplingParams
 from minillm.request import Request
 from minillm.speculative.adaptive_drafts import AdaptiveDrafts
 from minillm.speculative.draft_policy import FixedDrafts
-from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter
 from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.fallback_policy import FallbackDrafts
 from minillm.speculative.step_costs import StepCosts
@@ -25,12 +25,15 @@ CHEAP, DEAR = StepCosts({1: 1.0, 64: 2.0}), StepCosts({1: 1.0, 64: 2.0}, 0.0, 1.
 class Some(Drafter):
     """Proposes a given number of drafts for each request, if it may."""
 
+    none = NO_DRAFT
+    """Instead of 0 drafts."""
+
     def __init__(self, *lengths: int) -> None:
         self.lengths, self.asked = lengths, []
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         self.asked.append((len(requests), list(num_drafts)))
-        return [Draft([7] * min(n, most)) for n, most in zip(self.lengths, num_drafts, strict=False)]
+        return [Draft([7] * min(n, m)) if n else self.none for n, m in zip(self.lengths, num_drafts, strict=False)]
 
 
 def a_request(name: str = "a") -> Request:
@@ -92,14 +95,14 @@ def test_a_verdict_counts_for_the_method_that_proposed() -> None:
     assert policy.second._made(other)[1] == 1.0 > policy.second._made(other)[2]  # of at most three
 
 
-def test_a_round_without_drafts_counts_for_a_model_that_was_asked_and_never_for_a_lookup() -> None:
+def test_a_round_without_drafts_counts_for_a_model_that_ran_and_never_for_a_lookup() -> None:
     drafter, policy = both(0, 0)
-    drafter.second.lengths = (0, 0)
+    drafter.second.lengths, drafter.second.none = (0, 0), Draft([])
     one, other = a_request("one"), a_request("other")
     before = policy.first.survival(one)
     drafter.limits.update({one: (4, 3), other: (4, 0)})
-    drafter.propose([one, other], [4, 4])
-    assert policy.counts_without_draft(one) and not policy.counts_without_draft(other)
+    drafts = drafter.propose([one, other], [4, 4])
+    assert [draft is NO_DRAFT for draft in drafts] == [False, True]
     policy.judged(one, 4, 0, 0)
     assert policy.second.survival(one)[0] < before[0] and policy.first.survival(one) == before
     told: list[Mapping[Request, int]] = []
@@ -109,6 +112,27 @@ def test_a_round_without_drafts_counts_for_a_model_that_was_asked_and_never_for_
     assert told == [{one: 0}]
     added = DEAR.draft(1, 1) / DEAR.target(2, 0)
     assert policy.added_seconds({one: 0}, 2, 0) == pytest.approx(added * DEAR.target(2, 0))
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_model_that_had_no_draft_is_told_so_where_the_other_method_had_one(model_first: bool) -> None:
+    """Else it would be asked on, and its time would count as that of the other, a lookup."""
+    model, lookup = (Some(0), AdaptiveDrafts(4, DEAR)), (Some(1), AdaptiveDrafts(4, CHEAP))
+    model[0].none = Draft([])
+    first, second = (model, lookup) if model_first else (lookup, model)
+    drafter, request = FallbackDrafter(first[0], second[0], 4, 4, below=3), a_request()
+    policy = FallbackDrafts(drafter, first[1], second[1])
+    drafter.limits[request] = (4, 4)
+    assert drafter.propose([request], [4]) == [Draft([7])]
+    told: list[tuple[Mapping[Request, int], float]] = []
+    lookup[1].step_finished = lambda drafts, rows, context, seconds: told.append((drafts, seconds))
+    model[1].step_finished = lambda drafts, *_: told.append((drafts, 0.0))
+    policy.step_finished({request: 1}, 2, 0, 9.0)
+    of_lookup = {request: 1}, pytest.approx(9.0 - DEAR.draft(1, 1))
+    assert sorted(told, key=lambda each: each[1]) == [({request: 0}, 0.0), of_lookup]
+    before = model[1].survival(request)[0]
+    policy.judged(request, 4, 1, 1)
+    assert model[1].survival(request)[0] < before < lookup[1].survival(request)[0]
 
 
 def test_the_one_that_is_silenced_is_not_asked_for_the_requests_of_the_other() -> None:
@@ -134,7 +158,7 @@ def test_a_step_is_told_to_the_method_that_drafted_and_without_drafts_to_the_fir
     assert policy.added_seconds({one: 1, other: 2}, 5, 0) == pytest.approx(dear + rows[4] - rows[2] + rows[3] - rows[2])
     for drafts, expected in (
         ({}, [(0, {}, 5, 9.0)]),
-        ({one: 2}, [(0, {one: 2}, 5, 9.0)]),
+        ({one: 1}, [(0, {one: 1}, 5, 9.0)]),
         ({other: 2}, [(1, {other: 2}, 5, 9.0)]),
         (
             {one: 1, other: 2},

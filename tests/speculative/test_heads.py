@@ -17,6 +17,7 @@ from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError
 from minillm.request import Request
 from minillm.speculative.draft_heads import KINDS, DraftHeads
+from minillm.speculative.draft_policy import FixedDrafts
 from minillm.speculative.drafter import Draft
 from minillm.speculative.heads import HeadsDrafter
 from minillm.trace import DraftProposed
@@ -125,6 +126,26 @@ def test_a_request_without_a_hidden_state_gets_no_draft(tiny: TinyPair, speculat
     with llm.trace() as trace:
         assert tokens(llm) == right
     assert trace.of(DraftProposed)
+
+
+def test_rounds_count_if_the_heads_ran(
+    tiny: TinyPair, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are never as sure as `min_survival` wants, and every other step they are not shown the hidden state."""
+    llm = engine(tiny, {**speculative, "min_survival": 1.0, "adaptive": False})
+    drafter, told, ran, shown = llm.engine.drafter, list[tuple[int, int]](), list[Request](), list[bool]()
+    propose, observe = drafter._propose, drafter.observe_hidden
+
+    def every_other(requests: Any, hidden: Any) -> None:
+        shown.append(len(shown) % 2 == 0)
+        if shown[-1]:
+            observe(requests, hidden)
+
+    drafter.observe_hidden = every_other
+    drafter._propose = lambda requests, most: ran.extend(requests) or propose(requests, most)
+    monkeypatch.setattr(FixedDrafts, "judged", lambda policy, request, asked, *counts: told.append(counts))
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert not all(shown) and told == [(0, 0)] * len(ran) != []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from minillm.training.trained_drafters import TRAINED
 from tests.conftest import TinyPair
 from tests.speculative.reading import long, spire, target_of
 from tests.speculative.self_drafting import (
-    GREEDY,
-    PROMPTS,
+    an_interrupt_after_drafting_leaves_nothing_behind,
     stops_completions_aborts_and_later_requests_are_plain,
     survives_preemption_prefix_sharing_and_chunks,
     tokens,
@@ -104,23 +102,7 @@ def test_stops_completions_aborts_and_requests_that_come_later(tiny: TinyPair, m
 
 @pytest.mark.parametrize("method", [spire(window=8), long(window=8)], ids=METHODS)
 def test_an_interrupt_after_drafting_leaves_nothing_behind(tiny: TinyPair, method: Any) -> None:
-    llm = LLM(str(tiny.target), block_size=4, speculative_config={"method": method})
-    real, calls = llm.engine.drafter.propose, []
-
-    def propose(*args: Any) -> Any:
-        calls.append(real(*args))
-        if len(calls) % 3 == 0:
-            raise KeyboardInterrupt
-        return calls[-1]
-
-    llm.engine.drafter.propose = propose
-    requests = llm.submit(PROMPTS, GREEDY)
-    while llm.engine.has_requests:
-        with suppress(KeyboardInterrupt):
-            llm.engine.step()
-        llm.engine.scheduler.check_integrity()
-    assert len(calls) > 3
-    assert [r.output_token_ids for r in requests] == tokens(LLM(str(tiny.target), block_size=4))
+    an_interrupt_after_drafting_leaves_nothing_behind(tiny, {"method": method})
 
 
 def test_as_a_fallback_and_with_an_adaptive_number_of_drafts(tiny: TinyPair, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from minillm import LLM
 from minillm.cache.paged_two_level import UpperNibbles
 from minillm.errors import ConfigError, UnsupportedError
+from minillm.export.write_quantized import quantize_checkpoint
 from minillm.models.quantize import decoder_linears
 from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.int4 import Int4
+from minillm.quantization.schemes import make_scheme
 from minillm.trace import TokensCommitted
 from tests.conftest import TinyPair
 from tests.speculative.self_drafting import (
@@ -152,6 +155,17 @@ def test_bad_options_name_themselves(
 ) -> None:
     with pytest.raises(error, match=words):
         LLM(str(tiny.target), speculative_config={**QUANT, **options})
+
+
+def test_a_quantised_target_is_its_own_draft_or_refused(tiny: TinyPair, tmp_path: Path) -> None:
+    target = str(tmp_path / "int8")
+    quantize_checkpoint(str(tiny.target), make_scheme("int8"), Path(target))
+    with pytest.raises(ConfigError, match="quantised with 'int8'; give 'quantization': None"):
+        LLM(target, speculative_config=QUANT)
+    plain = tokens(LLM(target, enforce_eager=True))
+    for quantization in (None, "int8"):
+        config = {**QUANT, "quantization": quantization}
+        assert tokens(LLM(target, speculative_config=config, enforce_eager=True)) == plain
 
 
 def test_layouts_without_blocks_are_refused(tiny: TinyPair) -> None:

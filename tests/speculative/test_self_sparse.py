@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.conftest import TinyPair
 from tests.speculative.self_drafting import (
     GREEDY,
     PROMPTS,
+    an_interrupt_after_drafting_leaves_nothing_behind,
     cache_is_that_of_a_plain_run,
     follows_the_target_unless_drafts_are_drawn_cooler,
     stops_completions_aborts_and_later_requests_are_plain,
@@ -138,24 +138,7 @@ def test_a_request_may_share_a_block_in_the_step_that_drafts_into_it(tiny: TinyP
 
 
 def test_an_interrupt_between_drafting_and_verifying_leaves_nothing_behind(tiny: TinyPair) -> None:
-    llm = LLM(str(tiny.target), block_size=4, speculative_config=sparse())
-    real, calls = llm.engine.drafter.propose, []
-
-    def propose(*args: Any) -> Any:
-        drafts = real(*args)
-        calls.append(drafts)
-        if len(calls) % 3 == 0:
-            raise KeyboardInterrupt
-        return drafts
-
-    llm.engine.drafter.propose = propose
-    requests = llm.submit(PROMPTS, GREEDY)
-    while llm.engine.has_requests:
-        with suppress(KeyboardInterrupt):
-            llm.engine.step()
-        llm.engine.scheduler.check_integrity()
-    assert len(calls) > 3
-    assert [r.output_token_ids for r in requests] == tokens(LLM(str(tiny.target), block_size=4))
+    an_interrupt_after_drafting_leaves_nothing_behind(tiny, sparse())
 
 
 class TrustsDrafts(PagedKVCache):

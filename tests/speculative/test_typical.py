@@ -64,14 +64,22 @@ def test_sampled_text_is_another_than_that_of_the_exact_rule(tiny: TinyPair) -> 
         ({"lossy": False}, "changes the distribution .* add 'lossy': True"),
         ({"rejection_sample_method": "block"}, "lossy=True is for rejection_sample_method='typical'"),
         ({"rejection_sample_method": "standard", "lossy": False, "posterior_alpha": 0.2}, "posterior_alpha=0.2 is for"),
-        ({"posterior_threshold": 0}, "posterior_threshold=0 must be a number above 0 and below 1"),
-        ({"posterior_threshold": 1}, "posterior_threshold=1 must be a number above 0 and below 1"),
+        ({"posterior_threshold": 0}, "posterior_threshold=0 must be a number above 0 and at most 1"),
+        ({"posterior_threshold": 1, "posterior_alpha": 1}, "reject every draft; lower one of them"),
         ({"posterior_alpha": "much"}, "posterior_alpha='much' must be a number above 0"),
     ],
 )
 def test_it_must_be_asked_for(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.from_dict(TYPICAL | options)
+
+
+@pytest.mark.parametrize("name", ["posterior_threshold", "posterior_alpha"])
+def test_either_may_be_1(name: str) -> None:
+    """1 for ε: no cap; 1 for δ: the threshold of a sure row is ε."""
+    rule = SpeculativeConfig.from_dict(TYPICAL | {name: 1}).accept_rule
+    sure = torch.eye(4)[:1]
+    assert rule.accept(sure, sure, torch.tensor([0])).item() == 1
 
 
 def test_an_unknown_rule_names_the_known_ones() -> None:

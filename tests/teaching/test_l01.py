@@ -19,9 +19,7 @@ from minillm.models.rope import RotaryEmbedding, inverse_frequencies
 from minillm.ops.rope import rope as rotate
 from minillm.sampling import SamplingRow, probs_from_logits, sample
 from minillm.teaching.check_function import check_function
-from minillm.teaching.exercise import Exercise
 from minillm.teaching.exercises.l01_decoding import (
-    EXERCISES,
     apply_rope,
     causal_attention,
     generate_naive,
@@ -38,10 +36,6 @@ SHAPES = {"num_tokens": st.integers(1, 12), "kv_heads": st.integers(1, 3), "grou
 def heads_of(num_tokens: int, kv_heads: int, group: int, width: int = 8) -> list[Tensor]:
     torch.manual_seed(num_tokens + 100 * kv_heads + 10_000 * group)
     return [torch.randn(num_tokens, h, width, dtype=torch.float64) for h in (kv_heads * group, kv_heads, kv_heads)]
-
-
-def exercise(name: str) -> Exercise:
-    return next(e for e in EXERCISES if e.name == name)
 
 
 # -------------------------------------------------------------------------------------------------- causal_attention

@@ -14,7 +14,6 @@ from minillm.quantization.int8 import Int8
 from minillm.quantization.w8a8 import EXACT_COLUMNS, integer_product
 from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l05_weights import (
-    EXERCISES,
     GRID,
     awq_scale,
     quantise_groups,
@@ -23,6 +22,7 @@ from minillm.teaching.exercises.l05_weights import (
     split_outliers,
     w8a8_linear,
 )
+from minillm.teaching.registry import find
 
 SEEDS = st.integers(0, 10_000)
 
@@ -120,8 +120,7 @@ def test_awq_is_never_worse_than_plain_rounding_on_its_sample(seed: int):
 
 
 def test_the_cases_of_awq_have_one_clear_answer():
-    exercise = next(e for e in EXERCISES if e.name == "l05.awq_scale")
-    for case in exercise.all_cases():
+    for case in find("l05.awq_scale").all_cases():
         weight, x, rounded, grid = case.args
         scales = [x.abs().mean(0).pow(a).clamp_min(1e-4) for a in grid]
         errors = sorted(((x / s) @ rounded(weight * s).T - x @ weight.T).square().sum().item() for s in scales)
@@ -170,13 +169,11 @@ def test_a_product_of_dequantised_matrices_passes():
 
 
 def test_the_report_of_a_wrong_direction_names_it():
-    exercise = next(e for e in EXERCISES if e.name == "l05.quantise_rows")
-
     def keeps_dim(weight: Tensor) -> tuple[Tensor, Tensor]:
         codes, scale = quantise_rows(weight)
         return codes, scale[:, None]
 
-    report = str(check_function(exercise, keeps_dim))
+    report = str(check_function("l05.quantise_rows", keeps_dim))
     assert "keepdim" in report
     assert len(report) < 1200
 
@@ -233,8 +230,7 @@ def _loses_small_scales(answer: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     ],
 )
 def test_answers_that_once_passed_are_caught_and_named(name: str, answer, cause: str):
-    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
-    result = check_function(exercise, answer)
+    result = check_function(f"l05.{name}", answer)
     assert not result.passed
     assert cause in result.counterexample.cause
 
@@ -253,6 +249,5 @@ def _last_of_those_that_tie(weight: Tensor, share: float) -> tuple[Tensor, Tenso
 def test_of_equal_weights_any_may_be_the_outlier():
     ties = torch.tensor([[0.5, -0.5], [0.5, 0.1]])
     assert not torch.equal(_first_of_those_that_tie(ties, 0.5)[1], _last_of_those_that_tie(ties, 0.5)[1])
-    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == "split_outliers")
-    assert check_function(exercise, _first_of_those_that_tie).passed
-    assert check_function(exercise, _last_of_those_that_tie).passed
+    assert check_function("l05.split_outliers", _first_of_those_that_tie).passed
+    assert check_function("l05.split_outliers", _last_of_those_that_tie).passed

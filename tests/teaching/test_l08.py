@@ -97,7 +97,7 @@ def test_lanes_are_counted_as_they_are_masked(rows: int, columns: int, block: in
 
 
 def kernel_of(source: str):
-    """A kernel from text, as a notebook's cell makes one."""
+    """The kernel, or the function, that a notebook's cell with this text defines."""
     with interpreting():
         resolve(LazyKernel("l08", "copy_kernel"))
         import triton
@@ -108,7 +108,7 @@ def kernel_of(source: str):
         linecache.cache[name] = (len(text), None, text.splitlines(True), name)
         space = {"triton": triton, "tl": tl}
         exec(compile(text, name, "exec"), space)
-        return next(thing for thing in reversed(space.values()) if hasattr(thing, "fn"))
+        return next(reversed(space.values()))
 
 
 HEAD = "@triton.jit\ndef softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):\n"
@@ -135,8 +135,17 @@ def test_a_kernel_with_other_parameters_is_told_so():
 
 
 def test_a_function_without_the_decorator_is_no_kernel():
-    text = str(check_function("l08.softmax_kernel", lambda *args, **kwargs: None))
-    assert "is @triton.jit above it?" in text
+    body = """
+        row, column = tl.program_id(0), tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(x_ptr + row * columns + column, mask=inside, other=-float("inf"))
+        e = tl.exp(x - tl.max(x, 0))
+        tl.store(out_ptr + row * columns + column, e / tl.sum(e, 0), mask=inside)
+    """
+    source = HEAD + textwrap.indent(textwrap.dedent(body), "    ")
+    assert check_function("l08.softmax_kernel", kernel_of(source)).passed
+    report = str(check_function("l08.softmax_kernel", kernel_of(source.removeprefix("@triton.jit\n"))))
+    assert "softmax_kernel is not a kernel: put @triton.jit on the line above its def" in report
 
 
 def test_an_object_that_only_behaves_like_a_kernel_is_none():
@@ -149,7 +158,7 @@ def test_an_object_that_only_behaves_like_a_kernel_is_none():
 
     written = kernel_of("@triton.jit\ndef softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):\n    pass\n")
     result = check_function("l08.softmax_kernel", Imitation(written.fn))
-    assert not result.passed and "put @triton.jit alone above it" in str(result)
+    assert not result.passed and "put @triton.jit alone above its def" in str(result)
 
 
 def test_a_kernel_that_writes_nothing_leaves_nan():

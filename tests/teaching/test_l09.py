@@ -21,9 +21,8 @@ from minillm.ops.dispatch import has_triton
 from minillm.ops.paged_attention import paged_attention
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
-from minillm.teaching.drives.l09_launch import DEVICE, launch
 from minillm.teaching.drives.lazy_kernel import LazyKernel, resolve
-from minillm.teaching.drives.triton_kernels import KernelError
+from minillm.teaching.drives.triton_kernels import DEVICE, KernelError
 from minillm.teaching.exercise import Case
 from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
 from minillm.teaching.registry import find
@@ -273,11 +272,11 @@ def test_kernels_are_launched_with_a_grid():
 @needs_triton
 def test_a_planted_mistake_that_no_longer_fits_is_noticed():
     with pytest.raises(Exception, match="change its planted mistakes as well"):
-        launch(LazyKernel("l09", "merge_kernel", ("no such line", "")), (1,))
+        resolve(LazyKernel("l09", "merge_kernel", ("no such line", "")))
 
 
 def test_remembered_answers_are_those_of_the_inputs_they_belong_to():
-    merge_kernel = next(exercise for exercise in EXERCISES if exercise.name == "l09.merge_kernel")
+    merge_kernel = find("l09.merge_kernel")
     first, second = merge_kernel.all_cases()[:2]
     assert isinstance(first, Case)
     if has_triton():

@@ -24,7 +24,6 @@ from minillm.reuse.kv_span import KVSpan
 from minillm.reuse.scratch import Scratch
 from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l14_moving_and_reusing import (
-    EXERCISES,
     best_split,
     break_even_tokens,
     find_entry,
@@ -117,18 +116,15 @@ def test_what_is_used_fits_and_is_moved_to_where_it_is_wanted(entries: list[Key]
     ],
 )
 def test_likely_wrong_answers_are_named(name: str, answer, cause: str) -> None:
-    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
-    result = check_function(exercise, answer)
+    result = check_function(f"l14.{name}", answer)
     assert not result.passed and cause in str(result), str(result)
 
 
 def test_a_search_over_all_splits_passes_too() -> None:
-    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == "best_split")
-
     def search(num_tokens: int, *rest: float) -> int:
         return min(range(num_tokens + 1), key=lambda split: offload.transfer_seconds(split, num_tokens, *rest))
 
-    assert check_function(exercise, search).passed
+    assert check_function("l14.best_split", search).passed
 
 
 # ------------------------------------------------------------------------------------------------------- the workshop

@@ -18,7 +18,6 @@ from minillm.errors import LessonError
 from minillm.ops.cpu.simd import LANES, load, store
 from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l15_under_100_ms import (
-    EXERCISES,
     PARTS,
     attribute,
     choose_gamma,
@@ -27,12 +26,13 @@ from minillm.teaching.exercises.l15_under_100_ms import (
     step_seconds,
 )
 from minillm.teaching.latency import decode_step, operations_called, race, record_marks, with_panel_products
+from minillm.teaching.registry import find
 from minillm.teaching.result import Status
 from minillm.viz.charts.roofline import Roof
 from minillm.viz.timeline.latency_waterfall import COLOURS
 
 NAMES = ["RequestAdded", "StepStarted", "StepRan prefill", "StepRan verify", "DraftProposed", "Detokenised", "Other"]
-PRODUCT = next(e for e in EXERCISES if e.name == "l15.panel_product")
+PRODUCT = find("l15.panel_product")
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
 

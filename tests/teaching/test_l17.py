@@ -153,6 +153,12 @@ def test_a_product_without_blocks_of_the_matrix_passes(product: Callable[..., Te
     assert check_function("l17.blast_apply", product).passed
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(8, 2), (2, 8)])
+def test_s_may_be_multiplied_by_v_first_whatever_the_shape(rows: int, columns: int) -> None:
+    u, s, v = numbers(rows, 1, 2), numbers(rows, columns, 2), numbers(columns, 8, 2)
+    assert drive.product(s_times_v_first, numbers(1, 8 * columns), u, s, v)["without the matrix"]
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_any_of_equal_weights_may_be_exact(last: bool) -> None:
     def sorted_first(weight: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from minillm.errors import LessonError
 from minillm.teaching.build import build
 from minillm.teaching.notebook import for_learner, read_source, without_solutions
 from minillm.teaching.publication import Home, read_home
-from minillm.teaching.write_file import write_file
+from minillm.whole_file import write_whole_file
 
 SOURCE = Path("solutions/90_sample.py")
 SOLUTION = Path("solutions/90_sample.ipynb")
@@ -98,16 +99,14 @@ def test_building_again_gives_the_same_bytes_even_for_measured_cells(course):
 
 
 def test_an_interrupted_build_leaves_no_half_of_a_notebook(tmp_path, monkeypatch):
-    def stop(self: Path, data: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(data[: len(data) // 2])
+    def stop(descriptor: int) -> None:
         raise KeyboardInterrupt
 
     file = tmp_path / "90_sample.ipynb"
-    write_file(file, "the whole text")
-    monkeypatch.setattr(Path, "write_bytes", stop)
+    write_whole_file(file, "the whole text")
+    monkeypatch.setattr(os, "fsync", stop)
     with pytest.raises(KeyboardInterrupt):
-        write_file(file, "another text")
+        write_whole_file(file, "another text")
     assert file.read_text() == "the whole text"
 
 

@@ -104,8 +104,8 @@ def exercise_with(*cases: Case) -> Exercise:
 
 def survivors(exercise: Exercise) -> set[str]:
     key = AnswerKey(exercise)
-    trials = [mutants._try_mutant(key, mutant) for mutant in mutants_of(exercise.reference)]
-    return {trial.description for trial in trials if trial.survived}
+    results = [mutants._try_mutant(key, mutant) for mutant in mutants_of(exercise.reference)]
+    return {result.description for result in results if result.survived}
 
 
 STOPS = "for number in numbers: [-> for number in numbers:]"
@@ -123,18 +123,18 @@ def test_a_missing_case_shows_as_a_survivor_and_the_case_removes_it():
 
 def test_a_planted_mistake_counts_as_named_only_by_its_own_name():
     key = AnswerKey(exercise_with(Case("none is", ([1], 2))))
-    trial = mutants._try_planted(key, 0)
-    assert (trial.caught, trial.cause, trial.planted) == (True, "forgets the limit", True)
+    result = mutants._try_planted(key, 0)
+    assert (result.caught, result.cause, result.planted) == (True, "forgets the limit", True)
 
 
 def test_a_declared_equivalent_is_no_survivor_and_one_that_is_gone_is_reported(monkeypatch):
     exercise = exercise_with(Case("the last is", ([3, 5], 2)), Case("none is", ([1], 2)), Case("first", ([5, 1], 2)))
     monkeypatch.setattr(mutants, "equivalents", lambda name: {EQUAL: "equals are equal", "no such line": "was removed"})
     key = AnswerKey(exercise)
-    trials = [mutants._try_mutant(key, mutant) for mutant in mutants_of(largest)]
-    assert [trial.equivalent for trial in trials if not trial.caught] == ["equals are equal"]
-    assert mutants._stale([exercise], trials) == (("l90.largest", "no such line"),)
-    report = mutants.Report(tuple(trials), ())
+    results = [mutants._try_mutant(key, mutant) for mutant in mutants_of(largest)]
+    assert [result.equivalent for result in results if not result.caught] == ["equals are equal"]
+    assert mutants._stale([exercise], results) == (("l90.largest", "no such line"),)
+    report = mutants.Report(tuple(results), ())
     assert "1 declared equivalent, 0 survived" in summary(report)
 
 
@@ -164,9 +164,9 @@ def test_after_an_interrupt_no_further_mutant_is_tried(tmp_path, monkeypatch):
 def test_the_command_reports_as_a_table_and_as_json(tmp_path, capsys):
     file = tmp_path / "mutants.json"
     code = main(["build", "--mutants", "l03.attainable", "--jobs", "1", "--report", str(file)])
-    trials = json.loads(file.read_text())["trials"]
+    results = json.loads(file.read_text())["results"]
     out = capsys.readouterr().out
     assert "l03.attainable" in out
-    assert f"{sum(not t['description'].startswith('planted: ') for t in trials)} mutants of 1 reference" in out
-    assert code == int(any(not t["caught"] and not t["equivalent"] for t in trials))
-    assert all(t["caught"] for t in trials if t["description"].startswith("planted: "))
+    assert f"{sum(not r['description'].startswith('planted: ') for r in results)} mutants of 1 reference" in out
+    assert code == int(any(not r["caught"] and not r["equivalent"] for r in results))
+    assert all(r["caught"] for r in results if r["description"].startswith("planted: "))

@@ -46,6 +46,14 @@ def test_points_of_a_run_with_rows_of_several_lengths_are_whole_cycles():
     assert buckets(Curve("A", "nats", log[:4], cycle=6))[0].mean == 1.5
 
 
+def test_steps_outside_the_logged_cycles_are_in_no_point():
+    """A GPU logs one cycle in ten, and the step after which it saves its state, here the fourth of some cycle."""
+    logged = [step for step in range(1, 6001) if (step - 1) // 6 % 10 == 0 or step % 200 == 4]
+    log = [LogRow(step, step, 0.0, float((step - 1) % 6)) for step in logged]
+    assert len(log) > 600
+    assert {b.mean for b in buckets(Curve("A", "nats", log, cycle=6))} == {2.5}
+
+
 def test_a_branch_fills_its_panel():
     """Its first tokens are those of the run that it branched from."""
     log = [LogRow(i, 75_000_000 + i * 1000, 0.0, 2.0 - i / 1000) for i in range(1, 501)]

@@ -622,6 +622,19 @@ def test_a_run_that_goes_on_by_another_recipe_says_so(made, tmp_path):
     assert "no decay, weight decay 0.2 (Muon); after 7,680 tokens weight decay 0.1\n" in card(facts)
 
 
+def test_a_run_that_travelled_keeps_its_shares_of_a_total_of_minutes(made, tmp_path, monkeypatch):
+    pairs, packed = [], tmp_path / "packed"
+    monkeypatch.setattr("minillm.training.run.run_stages", lambda pair, stages: pairs.append(pair))
+    for name in ("corpus", "target"):
+        shutil.copytree(made.folder / name, tmp_path / "there" / name)
+    (tmp_path / "there" / "shares.json").write_text('"cuda"')
+    pack_run(tmp_path / "there", packed)
+    train(tmp_path / "here", minutes=60, device="cpu", begin_with=packed)
+    assert pairs[0].target_recipe.minutes == 60 * SHARES["cuda"]["target"]
+    pack_run(made.folder, packed)
+    assert not (packed / "shares.json").exists(), "that of another run does not stay"
+
+
 @pytest.mark.parametrize("name", ["target/state.pt", "target/recipes.json", "corpus/tokenizer.json"])
 def test_a_run_that_lacks_a_file_is_not_packed(made, tmp_path, name):
     shutil.copytree(made.folder, tmp_path / "runs")

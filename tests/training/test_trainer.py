@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -124,13 +126,13 @@ def test_a_paused_run_can_be_interrupted(corpus, tmp_path, monkeypatch):
 
 
 def test_states_are_saved_by_the_time_of_training(corpus, tmp_path, monkeypatch):
-    """Each of the 16 steps takes 8 seconds."""
+    """Each of the 16 steps takes 8 seconds, which do not count in the first one of either length."""
     trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path)
     saved = []
     monkeypatch.setattr("minillm.training.pretrain.time.perf_counter", lambda: 8.0 * trainer.step)
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
     trainer.run()
-    assert saved == [4, 8, 12, 16, 16], "after half a minute each, and at the end"
+    assert saved == [6, 10, 14, 16], "after half a minute each, and at the end"
 
 
 def test_encoding_the_text_first_is_no_training_time(corpus, tmp_path, monkeypatch):
@@ -146,6 +148,31 @@ def test_encoding_the_text_first_is_no_training_time(corpus, tmp_path, monkeypat
     trainer = Trainer(new_model(config()), Encoding(Passes(corpus)), RECIPE, tmp_path)
     trainer.run()
     assert (trainer.step, trainer.seconds) == (16, 0.0)
+
+
+def test_compiling_is_no_training_time(corpus, tmp_path, monkeypatch):
+    """In each session the first step of either row length takes 100 seconds, any other one a second."""
+    seconds = [0.0]
+
+    def compiled(stop_at):
+        lengths = set()
+
+        def loss(model, inputs, targets):
+            seconds[0] += 1 if inputs.shape[1] in lengths else 100
+            lengths.add(inputs.shape[1])
+            if trainer.step == stop_at:
+                raise StopPressedError
+            return next_token_loss(model, inputs, targets)
+
+        return loss
+
+    monkeypatch.setattr("minillm.training.pretrain.time.perf_counter", lambda: seconds[0])
+    recipe = replace(RECIPE, tokens=math.inf, minutes=10 / 60)
+    for stop_at, steps, counted in ((7, 7, 5), (None, 14, 10)):
+        trainer = Trainer(new_model(config()), Passes(corpus), recipe, tmp_path, compiled(stop_at))
+        with pytest.raises(StopPressedError) if stop_at else nullcontext():
+            trainer.run()
+        assert (trainer.step, trainer.seconds) == (steps, counted)
 
 
 class Raising(torch.autograd.Function):

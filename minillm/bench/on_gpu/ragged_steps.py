@@ -6,13 +6,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minillm.batch import Batch
 from minillm.cache.base import DequantizedRows
-from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.cache.paged_int4 import DEFAULT_GROUP_SIZE, PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.cache.paged_quantized import PagedQuantizedKVCache
 from minillm.models.config import ModelConfig
@@ -21,8 +22,7 @@ PAST = (0, 1, 5, 37, 300)
 """Possible numbers of tokens that a request has cached before."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Queries, the keys and values of one layer, and the batch that reads them."""
 
     q: Tensor
@@ -51,12 +51,18 @@ class Layout:
     window: int | None
 
 
-def step(rng: random.Random, device: torch.device, layout: Layout, query_lens: Sequence[int]) -> Step:
+def step(
+    rng: random.Random,
+    device: torch.device,
+    layout: Layout,
+    query_lens: Sequence[int],
+    past: Sequence[int] = PAST,
+) -> Step:
     """Return requests with these numbers of new tokens, scattered over a pool of floats or codes."""
     (heads, num_kv), dim, block_size, dtype, bits = (
         *(layout.heads, layout.dim, layout.block_size, layout.dtype, layout.bits),
     )
-    seq_lens = [length + rng.choice(PAST) for length in query_lens]
+    seq_lens = [length + rng.choice(past) for length in query_lens]
     blocks = [max(1, -(-length // block_size)) for length in seq_lens]
     order = rng.sample(range(sum(blocks) + 2), sum(blocks))
     tables = [[order.pop() for _ in range(count)] for count in blocks]
@@ -82,17 +88,20 @@ def step(rng: random.Random, device: torch.device, layout: Layout, query_lens: S
     return Step(torch.randn(sum(query_lens), heads, dim, device=device).to(dtype), *rows, batch)
 
 
-def cache_like(numbers: Tensor, bits: int, dtype: torch.dtype) -> PagedQuantizedKVCache:
+def cache_like(
+    numbers: Tensor, bits: int, dtype: torch.dtype, group_size: int = DEFAULT_GROUP_SIZE
+) -> PagedQuantizedKVCache:
     """Return a cache whose `encode` and `decode` fit keys or values shaped like `numbers`."""
     num_kv, dim = numbers.shape[1:]
     config = ModelConfig(8, 8, 8, 1, num_kv, num_kv, dim, 8)
-    layout = PagedInt8KVCache if bits == 8 else PagedInt4KVCache
-    return layout(config, 1, 1, dtype, numbers.device)
+    if bits == 8:
+        return PagedInt8KVCache(config, 1, 1, dtype, numbers.device)
+    return PagedInt4KVCache(config, 1, 1, dtype, numbers.device, group_size=group_size)
 
 
-def coded(numbers: Tensor, bits: int) -> DequantizedRows:
+def coded(numbers: Tensor, bits: int, group_size: int = DEFAULT_GROUP_SIZE) -> DequantizedRows:
     """Return keys or values quantised as in an INT8 or INT4 cache; where they are NaN, so are the scales."""
-    cache = cache_like(numbers, bits, numbers.dtype)
+    cache = cache_like(numbers, bits, numbers.dtype, group_size)
     return DequantizedRows(cache.encode(numbers), cache.decode, tuple(numbers.shape))  # type: ignore[arg-type]
 
 

@@ -11,18 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minillm.errors import LessonError
-from minillm.teaching.drives.kernel_source import source_of, stub_message, unmasked_loads
-from minillm.teaching.drives.lazy_kernel import error_in_words, resolve
-from minillm.teaching.drives.triton_kernels import KernelError, interpreting, kernel_type
+from minillm.teaching.drives.kernel_source import source_of, unmasked_loads
+from minillm.teaching.drives.lazy_kernel import accepted, run_once
+from minillm.teaching.drives.triton_kernels import DEVICE
 from minillm.teaching.drives.undefined_lanes import check_undefined, with_undefined_lanes
 from minillm.teaching.drives.wall import Wall, check_between_walls
 from minillm.teaching.fence import BITS, CANARY, Fences
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def launch(
@@ -45,50 +42,39 @@ def launch(
 
     Raises:
         NotImplementedError: the kernel is a stub.
-        KernelError: the kernel raised an error, or its result depends on a masked lane that was loaded without `other`.
+        KernelError: `function` is not a kernel; or the kernel raised an error, or its result depends on a masked lane
+            that was loaded without `other`.
         OutOfBoundsError: the kernel accessed memory behind a tensor or in front of one.
-        LessonError: `function` is not a kernel, or has other parameters.
+        LessonError: the kernel has other parameters.
     """
-    kernel = resolve(function)
+    kernel = accepted(function)
     tensors = [fence.tensor for fence in fences.fences]
     *given, out = tensors
-    if not hasattr(kernel, "fn"):
-        function(*tensors, *numbers, **sizes)  # a stub without @triton.jit raises here
-        raise LessonError("this is a Python function, not a kernel: is @triton.jit above it?")
     _check_parameters(kernel, len(tensors) + len(numbers), tuple(sizes))
-    tree = source_of(kernel)
-    if (stub := stub_message(tree)) is not None:
-        raise NotImplementedError(stub)
-    with interpreting():
-        if type(kernel) is not kernel_type():  # which raises if Triton cannot run
-            raise LessonError("this is no kernel: put @triton.jit alone above it, and run the notebook from the top")
-        try:
-            kernel[grid](*tensors, *numbers, **sizes)
-        except Exception as problem:
-            raise KernelError(error_in_words(problem, kernel.fn.__name__)) from problem
-        for load, variant in with_undefined_lanes(kernel):
-            again = _unwritten(out)
-            variant[grid](*given, again, *numbers, **sizes)
-            check_undefined(load, [(out, again)])
-        part, without_last = _unwritten(out), (*grid[:-1], grid[-1] - 1)
-        if can_lack_a_program(kernel):
-            with num_programs_of(grid):
-                kernel[without_last](*given, part, *numbers, **sizes)
-        of_last = _is_written(part).split(share, dim=len(grid) - 1)[-1]
-        found = {
-            "out": out.cpu(),
-            "numbers of out never written": int((~_is_written(out)).sum()),
-            "numbers written outside of out": len(fences.fences[-1].changed(outside=True)),
-            "numbers of the last program written by others": int(of_last.sum()),
-            "input numbers overwritten": sum(len(fence.changed(outside=False)) for fence in fences.fences[:-1]),
-            "blocks loaded without a mask": [] if full else unmasked_loads(tree),
-        }
-        if against_wall and not found["blocks loaded without a mask"]:
-            check_between_walls(
-                [name.removesuffix("_ptr") for name in inspect.signature(kernel.fn).parameters][: len(tensors)],
-                lambda wall: [_walled(x, wall) for x in tensors],
-                lambda copies: kernel[grid](*copies, *numbers, **sizes),
-            )
+    run_once(kernel, grid, (*tensors, *numbers), sizes)
+    for load, variant in with_undefined_lanes(kernel):
+        again = _unwritten(out)
+        run_once(variant, grid, (*given, again, *numbers), sizes)
+        check_undefined(load, [(out, again)])
+    part, without_last = _unwritten(out), (*grid[:-1], grid[-1] - 1)
+    if can_lack_a_program(kernel):
+        with num_programs_of(grid):
+            run_once(kernel, without_last, (*given, part, *numbers), sizes)
+    of_last = _is_written(part).split(share, dim=len(grid) - 1)[-1]
+    found = {
+        "out": out.cpu(),
+        "numbers of out never written": int((~_is_written(out)).sum()),
+        "numbers written outside of out": len(fences.fences[-1].changed(outside=True)),
+        "numbers of the last program written by others": int(of_last.sum()),
+        "input numbers overwritten": sum(len(fence.changed(outside=False)) for fence in fences.fences[:-1]),
+        "blocks loaded without a mask": [] if full else unmasked_loads(source_of(kernel)),
+    }
+    if against_wall and not found["blocks loaded without a mask"]:
+        check_between_walls(
+            [name.removesuffix("_ptr") for name in inspect.signature(kernel.fn).parameters][: len(tensors)],
+            lambda wall: [_walled(x, wall) for x in tensors],
+            lambda copies: run_once(kernel, grid, (*copies, *numbers), sizes),
+        )
     return found
 
 

@@ -53,7 +53,7 @@ def product(function: Function, x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> d
     with LargestTensor() as largest:
         found = function(x, u, s, v)
     products = (*(part.numel() for part in (u, s, v)), len(v) * u.shape[0] * u.shape[1])
-    scaled = len(v) * max(u.numel(), v.numel())
+    scaled = max(len(v) * u.numel(), len(u) * v.numel())
     room = max(x.numel(), len(x) * max(products), scaled)
     return {"returned": found, "without the matrix": largest.numbers <= room}
 

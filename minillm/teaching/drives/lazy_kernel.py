@@ -1,4 +1,4 @@
-"""`LazyKernel`: a reference kernel of a lesson, or a planted mistake made from one, imported at its first use.
+"""The kernels of lessons 8 and 9: references and planted mistakes as `LazyKernel`, and how any kernel is launched.
 
 Importing a kernel imports Triton, and Triton decides on import whether it compiles or interprets.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from typing import Any
 
+from minillm.teaching.drives.kernel_source import source_of, stub_message
 from minillm.teaching.drives.triton_kernels import KernelError, changed_kernel, interpreting, kernel_type
+from minillm.teaching.exercise import WrongVersion
+from minillm.teaching.source import Edits
 
 
 class LazyKernel:
@@ -57,7 +61,51 @@ def resolve(function: Any) -> Any:
     return function.kernel if isinstance(function, LazyKernel) else function
 
 
-def error_in_words(error: BaseException, name: str) -> str:
+def accepted(function: Any) -> Any:
+    """The Triton kernel of `function`, which is a learner's kernel or a `LazyKernel`.
+
+    Raises:
+        NotImplementedError: it is a stub.
+        KernelError: it is not a kernel, or none that Triton runs here.
+        LessonError: Triton cannot run.
+    """
+    kernel = resolve(function)
+    if (stub := stub_message(source_of(kernel))) is not None:
+        raise NotImplementedError(stub)
+    name = getattr(getattr(kernel, "fn", kernel), "__name__", "this")
+    if not hasattr(kernel, "fn"):
+        raise KernelError(f"{name} is not a kernel: put @triton.jit on the line above its def")
+    if type(kernel) is not kernel_type():
+        raise KernelError(
+            f"{name} is not a kernel that Triton runs here: put @triton.jit alone above its def, and run the notebook "
+            "from the top"
+        )
+    return kernel
+
+
+def run_once(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], sizes: Mapping[str, int]) -> None:
+    """Launch an `accepted` kernel on `args`, with `sizes` as its `tl.constexpr`. Raises `KernelError` if it raises."""
+    with interpreting(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, about NaN
+        try:
+            kernel[grid](*args, **sizes)
+        except Exception as error:
+            raise KernelError(_in_words(error, kernel.fn.__name__)) from error
+
+
+def wrong_kernel(
+    lesson: str, kernel: str, description: str, *changes: tuple[str, str], expected_message: str = ""
+) -> WrongVersion:
+    """A planted mistake: the kernel of a lesson with `changes` in its source."""
+    return WrongVersion(description, LazyKernel(lesson, kernel, *changes), expected_message)
+
+
+def wrong_kernels(lesson: str, kernel: str, edits: Edits) -> tuple[WrongVersion, ...]:
+    """A planted mistake for each of `edits`."""
+    return tuple(wrong_kernel(lesson, kernel, description, edit) for description, edit in edits.items())
+
+
+def _in_words(error: BaseException, name: str) -> str:
     """The error of the kernel `name` in one line, with the last line of the kernel in its traceback."""
     own: list[traceback.FrameSummary] = []
     while True:

@@ -18,6 +18,9 @@ from minillm.errors import LessonError
 from minillm.ops.dispatch import has_triton
 from minillm.teaching.source import compiled
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where kernels run."""
+
 
 class KernelError(LessonError):
     """A kernel cannot be launched, or raised an error; the message quotes the interpreter or the compiler, and names

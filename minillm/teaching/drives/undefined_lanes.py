@@ -16,8 +16,7 @@ from torch import Tensor
 
 from minillm.teaching.drives.kernel_source import loads_without_other, source_of
 from minillm.teaching.drives.triton_kernels import KernelError, interpreting, kernel_of_text
-
-BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+from minillm.teaching.fence import BITS
 
 
 def with_undefined_lanes(kernel: Any) -> Iterator[tuple[str, Any]]:

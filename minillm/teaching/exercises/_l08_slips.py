@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-Edits = dict[str, tuple[str, str]]
+from minillm.teaching.source import Edits
 
 
 def _rows(verb: str, name: str, pointer: str, stride: str) -> Edits:

@@ -1,12 +1,12 @@
 """Mutants of lesson 9 that give the same answers as the reference, and why (see `minillm.teaching.mutants`)."""
 
-ONE_AXIS = "the block has one axis: axis 0 is axis -1"
+from minillm.teaching.exercises._l08_equivalent import CAST_ALIKE, ONE_AXIS, without_other
+
 NOTHING_SUMMED = "a part without keys: its numerator is 0 and its lse -inf, whatever positive number the sum is"
 NOT_STORED = "the padding heads of a group are not stored"
 FORGOTTEN = "the first block multiplies the initial value by exp(-inf), which is 0"
 MASKED = "the scores of rows that do not exist become -inf, whatever their keys are"
 NO_WEIGHT = "rows that do not exist have the weight 0"
-CAST_ALIKE = "the other operand is float32, so the cast happens in any case"
 IS_FLOAT32 = "queries are float32 here"
 
 _Q = "tl.load(q_ptr + q_at, mask=is_head, other=0.0)"
@@ -16,10 +16,6 @@ _K8 = "tl.load(k_ptr + at, mask=exists[:, None], other=0)"
 _V8 = "tl.load(v_ptr + at, mask=exists[:, None], other=0)"
 _K_SCALE = "tl.load(k_scale_ptr + slot, mask=exists, other=0.0)"
 _V_SCALE = "tl.load(v_scale_ptr + slot, mask=exists, other=0.0)"
-
-
-def _without_other(load: str) -> str:
-    return f"[{load} -> {load.rpartition(', other=')[0]})]"
 
 
 def _without_cast(load: str) -> str:
@@ -32,7 +28,7 @@ def _loaded(name: str, load: str, others: tuple[str, ...], why: str, undefined: 
     line = f"{name} = {load}.to(tl.float32)"
     alike = {f"{line} {_without_cast(load)}": CAST_ALIKE}
     if undefined:
-        alike[f"{line} {_without_other(load)}"] = why
+        alike[f"{line} {without_other(load)}"] = why
     return alike | {f"{line} [{other}]": why for other in others}
 
 
@@ -40,7 +36,7 @@ _FLOAT, _BYTE = ("0.0 -> 1.0",), ("0 -> 1", "0 -> -1")
 EQUIVALENT = {
     "l09.decode_kernel": {
         f"q = {_Q}.to(tl.float32) * scale {_without_cast(_Q)}": IS_FLOAT32,
-        f"q = {_Q}.to(tl.float32) * scale {_without_other(_Q)}": NOT_STORED,
+        f"q = {_Q}.to(tl.float32) * scale {without_other(_Q)}": NOT_STORED,
         f"q = {_Q}.to(tl.float32) * scale [0.0 -> 1.0]": NOT_STORED,
         "total = tl.full((PAD_GROUP,), 0.0, tl.float32) [0.0 -> 1.0]": FORGOTTEN,
         "out = tl.full((PAD_GROUP, DIM), 0.0, tl.float32) [0.0 -> 1.0]": FORGOTTEN,

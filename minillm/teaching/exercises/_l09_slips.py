@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-Edits = dict[str, tuple[str, str]]
+from minillm.teaching.source import Edits
 
 MERGE: Edits = {
     "subtracts the second sum of weights instead of adding it": ("+ l_b", "- l_b"),

@@ -162,7 +162,6 @@ SPLIT = (
 # ----------------------------------------------------------------------------------------------------------- rerotate
 
 _ANGLES = "angles = delta * frequencies"
-_CHUNK = "first, second = keys.chunk(2, dim=-1)"
 _JOINED = "torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)"
 
 

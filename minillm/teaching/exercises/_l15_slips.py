@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-Edits = dict[str, tuple[str, str]]
+from minillm.teaching.source import Edits
 
 ATTRIBUTE: Edits = {
     "adds the time between two marks to the part of the first mark; it belongs to the second": (

@@ -73,7 +73,6 @@ COLUMN = (
     ),
 )
 
-_WIDTH = "weight[:, r * width : (r + 1) * width].T"
 _SUM = "return sum(partial[1:], partial[0]) + bias"
 
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minillm.teaching.drives.l08 import run_copy, run_dequantise, run_rms_norm, run_softmax
-from minillm.teaching.drives.lazy_kernel import LazyKernel
+from minillm.teaching.drives.lazy_kernel import LazyKernel, wrong_kernel, wrong_kernels
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.exercises import _l08_slips
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.source import wrong_versions
 
-
-def _planted(kernel: str, description: str, *edits: tuple[str, str], expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, LazyKernel("l08", kernel, *edits), expected_message)
-
-
-def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
-    """A planted mistake for each edit of a right kernel."""
-    return tuple(_planted(kernel, description, edit) for description, edit in edits.items())
+_planted = partial(wrong_kernel, "l08")
 
 
 def loads_without_mask(attempt: Attempt) -> str | None:
@@ -201,7 +194,7 @@ _COPY = Exercise(
             ("row = tl.program_id(0)", "row = tl.program_id(1)"),
             ("column = tl.program_id(1)", "column = tl.program_id(0)"),
         ),
-        *_slips("copy_kernel", _l08_slips.COPY),
+        *wrong_kernels("l08", "copy_kernel", _l08_slips.COPY),
     ),
     diagnose=loads_without_mask,
     fallback_diagnosis=about_rows,
@@ -266,7 +259,7 @@ _SOFTMAX = Exercise(
         _planted(
             "softmax_kernel", "does not divide by the sum (or by the maximum, which is 1)", ("e / tl.sum(e, 0)", "e")
         ),
-        *_slips("softmax_kernel", _l08_slips.SOFTMAX),
+        *wrong_kernels("l08", "softmax_kernel", _l08_slips.SOFTMAX),
     ),
     diagnose=loads_without_mask,
     fallback_diagnosis=about_rows,
@@ -353,7 +346,7 @@ _RMS_NORM = Exercise(
             ("columns + column, mask=inside, other=0.0", "columns + column, mask=inside"),
             expected_message="the result depends on masked lanes of",
         ),
-        *_slips("rms_norm_kernel", _l08_slips.RMS_NORM),
+        *wrong_kernels("l08", "rms_norm_kernel", _l08_slips.RMS_NORM),
     ),
     diagnose=loads_without_mask,
     fallback_diagnosis=about_rows,
@@ -467,7 +460,7 @@ _DEQUANTISE = Exercise(
             ("scale_ptr + row, mask=row < rows, other=0.0", "scale_ptr + row"),
             expected_message="use mask=",
         ),
-        *_slips("dequantise_kernel", _l08_slips.DEQUANTISE),
+        *wrong_kernels("l08", "dequantise_kernel", _l08_slips.DEQUANTISE),
     ),
     diagnose=loads_without_mask,
     fallback_diagnosis=about_rows,

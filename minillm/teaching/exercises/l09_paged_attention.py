@@ -5,7 +5,7 @@ The kernels are in `_l09_kernels`; how they are launched is in `drives/l09_launc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm.ops.kv_quant import INT8_LEVELS, quantize_symmetric
 from minillm.teaching.drives.l09 import run_decode, run_int8, run_merge, run_split
-from minillm.teaching.drives.lazy_kernel import LazyKernel
+from minillm.teaching.drives.lazy_kernel import LazyKernel, wrong_kernel, wrong_kernels
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.exercises import _l09_slips
 from minillm.teaching.exercises._facts import about_tensor
@@ -205,11 +205,6 @@ def poisoned(
     return q, keys, values, padded, seq_lens, block_size
 
 
-def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
-    """A planted mistake for each edit of a right kernel."""
-    return tuple(WrongVersion(description, LazyKernel("l09", kernel, edit)) for description, edit in edits.items())
-
-
 def _about_heads(attempt: Attempt) -> str | None:
     return about_tensor(attempt.expected, attempt.got, ("request", "query head", "channel"))
 
@@ -271,11 +266,7 @@ def _everything() -> Decode:
 _ROWS = "((request * NUM_KV + kv_head) * GROUP + head[:, None])"
 _SUM_L, _SUM_O = "total * rescale", "out * rescale[:, None]"
 _NO_WHERE = 'tl.where(exists[None, :], score, float("-inf"))', "score"
-
-
-def _decode_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, LazyKernel("l09", "decode_kernel", *changes), expected_message)
-
+_decode_wrong = partial(wrong_kernel, "l09", "decode_kernel")
 
 _DECODE = Exercise(
     name="l09.decode_kernel",
@@ -393,7 +384,7 @@ _DECODE = Exercise(
             ("is_head = head", "before = tl.load(q_ptr - 1 - channel)\n    is_head = head"),
             expected_message="before the beginning of q",
         ),
-        *_slips("decode_kernel", _l09_slips.DECODE),
+        *wrong_kernels("l09", "decode_kernel", _l09_slips.DECODE),
     ),
     fallback_diagnosis=_about_heads,
     run_case=run_decode,
@@ -402,10 +393,7 @@ _DECODE = Exercise(
 # ------------------------------------------------------------------------------------------------------- split_kernel
 
 
-def _split_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, LazyKernel("l09", "split_kernel", *changes), expected_message)
-
-
+_split_wrong = partial(wrong_kernel, "l09", "split_kernel")
 _BLOCKS_OF_A_PART = "tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS)"
 _BEGIN, _END = "begin = split * keys_of_a_part", "tl.minimum(begin + keys_of_a_part, length)"
 
@@ -504,7 +492,7 @@ _SPLIT = Exercise(
             ("tl.load(v_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(v_ptr + at, mask=exists[:, None])"),
             expected_message=UNDEFINED,
         ),
-        *_slips("split_kernel", _l09_slips.SPLIT),
+        *wrong_kernels("l09", "split_kernel", _l09_slips.SPLIT),
     ),
     fallback_diagnosis=_about_parts,
     run_case=run_split,
@@ -534,10 +522,7 @@ def _merge_kernel_cases() -> list[Case]:
     ]
 
 
-def _merge_wrong(description: str, *changes: tuple[str, str]) -> WrongVersion:
-    return WrongVersion(description, LazyKernel("l09", "merge_kernel", *changes))
-
-
+_merge_wrong = partial(wrong_kernel, "l09", "merge_kernel")
 _WEIGHT = "tl.exp(lse - tl.max(lse, 0))"
 
 _MERGE_KERNEL = Exercise(
@@ -580,7 +565,7 @@ _MERGE_KERNEL = Exercise(
         _merge_wrong(
             "reads the lse of the first row in every program", ("lse_ptr + row * SPLITS + split", "lse_ptr + split")
         ),
-        *_slips("merge_kernel", _l09_slips.MERGE_KERNEL),
+        *wrong_kernels("l09", "merge_kernel", _l09_slips.MERGE_KERNEL),
     ),
     fallback_diagnosis=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row", "channel")),
     run_case=run_merge,
@@ -597,10 +582,7 @@ def coded(case: Decode) -> tuple[object, ...]:
     return q, *k, *v, *rest
 
 
-def _int8_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
-    return WrongVersion(description, LazyKernel("l09", "int8_kernel", *changes), expected_message)
-
-
+_int8_wrong = partial(wrong_kernel, "l09", "int8_kernel")
 _K_SCALED, _V_SCALED = " * k_scale[None, :]", " * v_scale[:, None]"
 
 _INT8 = Exercise(
@@ -669,7 +651,7 @@ _INT8 = Exercise(
             ("tl.load(v_scale_ptr + slot, mask=exists, other=0.0)", "tl.load(v_scale_ptr + slot, mask=exists)"),
             expected_message=UNDEFINED,
         ),
-        *_slips("int8_kernel", _l09_slips.INT8),
+        *wrong_kernels("l09", "int8_kernel", _l09_slips.INT8),
     ),
     fallback_diagnosis=_about_heads,
     run_case=run_int8,

@@ -7,10 +7,11 @@ import hashlib
 import multiprocessing
 import os
 import re
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -62,8 +63,8 @@ def find(folder: Path, pattern: re.Pattern[str] | None = None) -> list[File]:
         if _is_hidden(entry.name):
             continue
         files = _files(entry)
-        student = _readable(entry.name if entry.is_dir() else entry.stem)
-        submitted = [file for file in files if file.suffix.lower() in SUFFIXES and not file.is_symlink()]
+        student = _readable(entry.name if not entry.is_symlink() and entry.is_dir() else entry.stem)
+        submitted = [file for file in files if file.suffix.lower() in SUFFIXES and not _is_link(file)]
         problem = "" if submitted else _nothing_in(entry, files)
         for file in submitted or [entry]:
             name = _readable(file.relative_to(folder).as_posix())
@@ -78,14 +79,30 @@ def _files(entry: Path) -> list[Path]:
     """All files at and below `entry`, links too, but none that is hidden or of a virtual environment."""
     if entry.is_symlink():
         return [entry]
-    environments = {file.parent for file in entry.glob("*/**/pyvenv.cfg")}
+    below = sorted(entry.rglob("*"))
+    environments = {path.parent for path in below if path.name == "pyvenv.cfg" and path.parent != entry}
     return [
         path
-        for path in (entry, *sorted(entry.rglob("*")))
-        if (path.is_file() or path.is_symlink())
+        for path in (entry, *below)
+        if _is_file(path)
         and not any(_is_hidden(part) for part in path.relative_to(entry.parent).parts)
         and environments.isdisjoint(path.parents)
     ]
+
+
+def _is_file(path: Path) -> bool:
+    """Whether `path` is a file or a link. So is what the system does not let us look at: `read` then says so."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return True
+    return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+
+
+def _is_link(path: Path) -> bool:
+    with suppress(OSError):
+        return path.is_symlink()
+    return False
 
 
 def _is_hidden(name: str) -> bool:
@@ -94,7 +111,7 @@ def _is_hidden(name: str) -> bool:
 
 def _nothing_in(entry: Path, files: list[Path]) -> str:
     """Why an entry without a file to grade has none."""
-    names = [f"{file.name} (a link, not followed)" if file.is_symlink() else file.name for file in files]
+    names = [f"{file.name} (a link, not followed)" if _is_link(file) else file.name for file in files]
     seen = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
     return _readable(f"no {' or '.join(SUFFIXES)} file; found {seen or 'nothing'}")
 

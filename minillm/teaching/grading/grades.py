@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from minillm.teaching.write_file import write_file
+from minillm.whole_file import write_whole_file
 
 SCHEMA = 1
 """Raised when a field is removed or changes its meaning; new fields do not raise it."""
@@ -96,7 +96,7 @@ def overall(grades: list[ExerciseGrade]) -> Status:
 
 def write(path: Path, submission: Submission) -> None:
     """Write the file."""
-    write_file(path, msgspec.json.format(msgspec.json.encode(submission), indent=1))
+    write_whole_file(path, msgspec.json.format(msgspec.json.encode(submission), indent=1))
 
 
 def read(path: Path) -> Submission | None:

@@ -1,10 +1,13 @@
-"""Where namespaces are not allowed: what a process may forbid itself and its children. Standard library only.
+"""What a process may forbid itself and its children. Standard library only.
 
-The kernel (Linux 5.13 and later, Landlock) then refuses to open what is not listed: Python, its packages, the system's
-libraries and minillm without its answers may be read, the scratch folder written. Processes outside may not be traced,
-and since Linux 6.12 no signal reaches them. A filter of system calls (seccomp) refuses sockets. What is not covered:
-the submission sees the numbers and command lines of other processes, and before Linux 6.12 it can send signals to those
-of the same user.
+`close_in` is for where namespaces are not allowed. The kernel (Linux 5.13 and later, Landlock) then refuses to open
+what is not listed: Python, its packages, the system's libraries and minillm without its answers may be read, the
+scratch folder written. Processes outside may not be traced, and since Linux 6.12 no signal reaches them. A filter of
+system calls (seccomp) refuses sockets. What is not covered: the submission sees the numbers and command lines of other
+processes, and before Linux 6.12 it can send signals to those of the same user.
+
+`refuse_kept` is for everywhere: a filter that refuses memory that stays without being mapped, which the grader would
+not count, and the kernel's keyrings, which hold keys of whoever grades.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -31,6 +34,12 @@ MACHINES = {
 }
 KILL = {"x86_64": 62, "aarch64": 129}
 IO_URING_SETUP = 425
+KEPT = {  # shmget, semget, msgget, mq_open, memfd_create, add_key, request_key, keyctl
+    "x86_64": (29, 64, 68, 240, 319, 248, 249, 250),
+    "aarch64": (194, 190, 186, 180, 279, 217, 218, 219),
+}
+"""Calls for memory that stays without being mapped, or after the process, and for keyrings."""
+MEMFD_SECRET = 447
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,7 +74,7 @@ def close_in(readable: list[Path], hidden: list[Path], writable: Path) -> None:
         _allow(ruleset, path, READ_FILE | READ_DIR)
     _call("landlock_restrict_self", RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
-    _refuse_calls()
+    _refuse_for_landlock()
 
 
 def _around(place: Path, hidden: list[Path]) -> Iterator[tuple[Path, int]]:
@@ -92,16 +101,33 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
     os.close(opened)
 
 
-def _refuse_calls() -> None:
+def refuse_kept() -> None:
+    """A filter for this process and its children: no memory that stays when no process has it mapped, no keyrings.
+
+    Raises:
+        OSError: the kernel has no such filters, or this module knows no numbers of system calls here.
+    """
+    machine = platform.machine()
+    if machine not in KEPT:
+        raise OSError(f"the system calls of {machine} are not known")
+    _refuse_calls([*KEPT[machine], MEMFD_SECRET])
+
+
+def _refuse_for_landlock() -> None:
     """A filter for this process and its children: no sockets, no tracing, no new namespaces, no signals to groups."""
-    machine, numbers = MACHINES[platform.machine()]
+    machine = platform.machine()
+    groups = [(EQUAL, 0, 3, KILL[machine]), (LOAD, 0, 0, 16), (AT_LEAST, 0, 1, 1 << 31), (RETURN, 0, 0, REFUSE)]
+    _refuse_calls([*MACHINES[machine][1].values(), IO_URING_SETUP], groups)
+
+
+def _refuse_calls(numbers: list[int], last: Sequence[tuple[int, int, int, int]] = ()) -> None:
+    """Refuse the system calls with these numbers, and what the steps `last` refuse: they begin with the number."""
     refuse = (RETURN, 0, 0, REFUSE)
-    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), refuse]  # `EQUAL, 1, 0`: skip one step if equal, else none
-    steps += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, 0x40000000), refuse]  # the other calling convention of x86_64
-    for number in (*numbers.values(), IO_URING_SETUP):
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, MACHINES[platform.machine()][0])]  # skip one step if equal, else none
+    steps += [refuse, (LOAD, 0, 0, 0), (AT_LEAST, 0, 1, 0x40000000), refuse]  # the other calling convention of x86_64
+    for number in numbers:
         steps += [(EQUAL, 0, 1, number), refuse]
-    steps += [(EQUAL, 0, 3, KILL[platform.machine()]), (LOAD, 0, 0, 16), (AT_LEAST, 0, 1, 1 << 31), refuse]
-    steps += [(RETURN, 0, 0, ALLOW)]
+    steps += [*last, (RETURN, 0, 0, ALLOW)]
     program = b"".join(struct.pack("=HBBI", *step) for step in steps)
     code = ctypes.create_string_buffer(program)
     header = struct.pack("@HxxxxxxP", len(steps), ctypes.addressof(code))

@@ -1,7 +1,9 @@
 """What the process of a submission tells the grader: a few message types, checked when they are read.
 
-They say what was found and what each call did; never whether it is right. A submission can forge them, and gains
-nothing: it would have to know the answers.
+They say what was found and what each call did; never whether it is right. A submission can forge all but the first
+message of a job, which is sent before any of its code runs. To forge an answer it would have to know the right one. But
+what is measured beside a call is only as true as the process that measures it: the inputs that changed, and what the
+drives of lessons 08 and 09 find out about a kernel's reads and writes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from minillm.teaching.grading.values import MAX_ITEMS, num_items
+from minillm.teaching.guard import ChildExit
 from minillm.teaching.pipe_messages import BrokenMessageError, Frames
 
 MAX_BYTES = 128 << 20
@@ -20,17 +23,17 @@ hundreds of items; the grader keeps what it gets in memory."""
 
 class Found(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """What the notebook holds under the function's name. `state`: "written", "stub", "imported", "missing" or
-    "broken". `note`: more about it, or ""."""
+    "broken". `note`: more about it, or "". `library`: what it imports from minillm."""
 
     state: str
     note: str = ""
+    library: list[str] = []
 
 
 class Loaded(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The function was defined. `library`: what it imports from minillm."""
+    """The function was defined."""
 
     notes: list[str]
-    library: list[str]
 
 
 class NotLoaded(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -66,20 +69,13 @@ class Answered(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 RUNNER_FAILED = "a failure of its runner"
-"""`Ended.raised` where our own code failed, or the function broke it."""
+"""`ChildExit.raised` where our own code failed, or the function broke it."""
 
 
 class Ended(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The process of the submission has ended: by itself, or as the fields of `guard.ChildExit` say."""
+    """The process of the submission has ended. `death`: how, if it had not finished."""
 
-    finished: bool
-    signal_number: int = 0
-    exit_code: int = 0
-    idle_timeout: bool = False
-    out_of_time: bool = False
-    raised: str = ""
-    library_message: str = ""
-    lines: list[tuple[str, int, str]] = []
+    death: ChildExit | None = None
 
 
 class Cells(msgspec.Struct, tag=True, forbid_unknown_fields=True):

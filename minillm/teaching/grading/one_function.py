@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minillm.teaching.attempt import Outcome, call
 from minillm.teaching.exercise import Case, Interface
@@ -31,7 +31,7 @@ from minillm.teaching.grading.messages import (
 )
 from minillm.teaching.grading.program import Program, Statement, is_stub, load, parse
 from minillm.teaching.grading.similarity import shapes_of
-from minillm.teaching.guard import Limits, Send, run_guarded
+from minillm.teaching.guard import ChildExit, Limits, Send, run_guarded
 from minillm.teaching.pipe_messages import write_frame
 from minillm.teaching.raised import Raised, Sort
 
@@ -70,17 +70,15 @@ def do(job: Job, pipe: int) -> None:
     death = run_guarded(
         lambda send: _work(job, pipe, send), lambda message: _forward(pipe, message), job.limits, only_bytes=True
     )
-    if death is None:
-        write_frame(pipe, pack(Ended(finished=True)))
-        return
-    facts = asdict(death) | {"lines": list(death.lines), "library_message": _cut(death.library_message)}
-    write_frame(pipe, pack(Ended(finished=False, **facts)))
+    if death is not None:
+        death = replace(death, library_message=_cut(death.library_message))
+    write_frame(pipe, pack(Ended(death)))
 
 
 def fault(pipe: int, text: str) -> None:
     """Tell that the runner itself failed: by a fault of ours, or because the function broke it."""
-    ended = Ended(finished=False, raised=RUNNER_FAILED, library_message=_cut(text[-MAX_TEXT:]))
-    write_frame(pipe, pack(ended))
+    death = ChildExit(raised=RUNNER_FAILED, library_message=_cut(text[-MAX_TEXT:]))
+    write_frame(pipe, pack(Ended(death)))
 
 
 def _read(job: ReadJob) -> Cells | Unreadable:
@@ -122,7 +120,7 @@ def _work(job: RunJob, pipe: int, send: Send) -> None:
         send(pack(NotLoaded(_cut(f"{type(error).__name__}: {error}"))))
         return
     notes = [_cut(note) for note in dict.fromkeys(program.notes)][:20]
-    send(pack(Loaded(notes, _library(program.needed(definition)))))
+    send(pack(Loaded(notes)))
     for index, case in enumerate(job.cases):
         send(pack(Began(index)))
         outcome = call(job.interface, function, case)
@@ -136,7 +134,8 @@ def _found(program: Program, definition: Statement | None, name: str) -> Found:
     if definition is not None and isinstance(definition.node, (ast.Import, ast.ImportFrom)):
         return Found("imported", _cut(ast.unparse(definition.node)))
     if definition is not None and not is_stub(definition.node):
-        return Found("written")
+        counts = {definition, program.function(name) or definition}  # see `_loaded`
+        return Found("written", library=_library([each for one in counts for each in program.needed(one)]))
     if broken := program.broken_definition(name):
         return Found("broken", _cut(str(broken)))
     if name in program.in_loops:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import Outcome
+from minillm.teaching.diagnosis import LOOKS_AS_IF
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.grading import values
 from minillm.teaching.grading.bundle import bundle
@@ -38,7 +39,6 @@ from minillm.teaching.result import CheckResult, Counterexample
 from minillm.teaching.result import Status as CheckStatus
 
 LIMITS = Limits(seconds=10.0)
-LIKELY = "it looks as if your function "
 READ_LIMITS = 60.0, 1 << 30
 SIGKILL = 9
 NO_EXERCISES = "l00"
@@ -47,7 +47,7 @@ _ENDED_BY = {Sort.TIME: Status.TIMEOUT, Sort.MEMORY: Status.CRASHED, Sort.EXIT: 
 _ENDED_BY[Sort.PROCESSES] = Status.CRASHED
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Rules:
     """What all submissions are graded by. `limits`: for each exercise; `wall_seconds`: for each exercise, waiting
     included; `lessons`: those to grade ("l02"), see `asked_for`, or none: those that each file holds, see `lessons_of`;
@@ -117,11 +117,9 @@ class Grader:
         return f"it is not for the lessons that are graded ({asked})" if asked else "it has no function of any exercise"
 
     def _answers(self, exercise: Exercise) -> AnswerKey:
-        """The visible cases and the right answers to them, computed once."""
+        """The visible cases; their answers are kept."""
         if exercise.name not in self._visible:
-            key = self._visible[exercise.name] = AnswerKey(exercise)
-            for index in range(len(key.cases)):
-                key.expected(index)
+            self._visible[exercise.name] = AnswerKey(exercise)
         return self._visible[exercise.name]
 
     def _reference(self, exercise: Exercise) -> str:
@@ -194,18 +192,15 @@ class _Verdict:
             status = Status.TIMEOUT if kind == "time" else Status.CRASHED
             return replace(self._of(result, status), problem=f"stopped: {what or kind}", got="nothing", cause="")
         ended = self._last_ended()
-        if ended is None or ended.finished:
+        if ended is None or ended.death is None:
             result = self.judge.died(at, ChildExit(), self.files)
             said = f"its process ended {when}"
             return replace(self._of(result, Status.CRASHED), problem=said, got="nothing", cause="")
-        death = ChildExit(
-            ended.signal_number,
-            ended.exit_code,
-            ended.idle_timeout,
-            ended.out_of_time,
-            _text(ended.raised),
-            _text(ended.library_message),
-            tuple((_text(file), line, _text(name)) for file, line, name in ended.lines[:50]),
+        death = dataclasses.replace(
+            ended.death,
+            raised=_text(ended.death.raised),
+            library_message=_text(ended.death.library_message),
+            lines=tuple((_text(file), line, _text(name)) for file, line, name in ended.death.lines[:50]),
         )
         slow = death.out_of_time or death.idle_timeout
         return self._of(self.judge.died(at, death, self.files), Status.TIMEOUT if slow else Status.CRASHED)
@@ -237,8 +232,8 @@ class _Verdict:
 
     def _of(self, result: CheckResult, status: Status) -> ExerciseGrade:
         shown = result.counterexample or Counterexample("", {}, "", "", "")
-        loaded = self._first(Loaded)
-        planted = shown.cause.removeprefix(LIKELY) if shown.cause.startswith(LIKELY) else ""
+        found, loaded = self._first(Found), self._first(Loaded)
+        planted = shown.cause.removeprefix(LOOKS_AS_IF) if shown.cause.startswith(LOOKS_AS_IF) else ""
         known = {wrong.description for wrong in self.key.exercise.wrong}
         notes = [_text(note) for note in loaded.notes[:20]] if isinstance(loaded, Loaded) else []
         failed = [note for note in notes if note.startswith("cell ")] if shown.got.startswith("NameError") else []
@@ -256,7 +251,7 @@ class _Verdict:
             cause=shown.cause,
             mistake=planted if planted in known else "",
             notes=notes,
-            library=[_text(name) for name in loaded.library[:50]] if isinstance(loaded, Loaded) else [],
+            library=[_text(name) for name in found.library[:50]] if isinstance(found, Found) else [],
         )
 
 
@@ -271,8 +266,9 @@ def interrupted(told: Told) -> bool:
     last = told.messages[-1] if told.messages else None
     if not isinstance(last, Ended):
         return not isinstance(last, Cells | Unreadable)  # a runner says at its end how the function ended
-    killed = last.signal_number == SIGKILL and not last.idle_timeout and not last.out_of_time
-    return killed or last.raised == RUNNER_FAILED
+    death = last.death or ChildExit()
+    killed = death.signal_number == SIGKILL and not death.idle_timeout and not death.out_of_time
+    return killed or death.raised == RUNNER_FAILED
 
 
 def asked_for(wanted: Sequence[str], held: Sequence[str], cells: Cells) -> list[str]:

@@ -33,6 +33,8 @@ REPLY_SECONDS = 30.0
 """The template may take so long to end a job whose processes are gone; then it is started anew."""
 MAX_REPLY = 1 << 17
 """Bytes."""
+MIN_ENTRY = 4096
+"""Bytes that an empty file counts as: so many of them end a job too."""
 MAX_PROCESSES = 24
 """Processes that one submission may have at a time; ours among them."""
 PACKAGE = Path(minillm.__file__).resolve().parent
@@ -82,14 +84,14 @@ class StudentProcess:
 
     def run(self, job: Job, wall_seconds: float, memory: int) -> Told:
         """Run one job. Ends it after `wall_seconds`, with more than `memory` bytes in all its processes together, or
-        with too many processes."""
+        with too many processes or files."""
         if self._process is None and (problem := self._start(self.mode)):  # it has died in an earlier job
             raise UnsupportedError(f"the process for submissions does not start again: {problem}")
         reader, writer = os.pipe()
         try:
             assert self._process is not None
             handed = self._hand_over(job, writer)
-            told = _listen(reader, self._process.pid, wall_seconds, memory) if handed else Told()
+            told = _listen(reader, self._process.pid, wall_seconds, memory, self._folder) if handed else Told()
             if not handed or self._reply(REPLY_SECONDS) != "ended":
                 self.close()
                 told.stopped = told.stopped or ("" if told.messages else "process: the template has ended")
@@ -120,6 +122,10 @@ class StudentProcess:
             self._process.kill()
             self._process.wait()
         self._process = self._control = None
+        if self._folder.is_dir():
+            from minillm.teaching.grading.sandbox import empty
+
+            empty(self._folder)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, mode: str) -> str:
@@ -152,7 +158,7 @@ class StudentProcess:
             return ""
 
 
-def _listen(reader: int, template: int, wall_seconds: float, memory: int) -> Told:
+def _listen(reader: int, template: int, wall_seconds: float, memory: int, folder: Path) -> Told:
     """Collect messages until the pipe closes; end the processes of the job if they use too much."""
     told, messages, began = Told(), Messages(), time.monotonic()
     checked = began
@@ -169,7 +175,7 @@ def _listen(reader: int, template: int, wall_seconds: float, memory: int) -> Tol
                 told.stopped = f"messages: its process sent {problem}"
         now = time.monotonic()
         if now - checked >= POLL_SECONDS:
-            told.stopped = told.stopped or _too_much(template, now - began, wall_seconds, memory)
+            told.stopped = told.stopped or _too_much(template, now - began, wall_seconds, memory, folder)
             checked = time.monotonic()
         if told.stopped:
             _end(template)
@@ -178,7 +184,9 @@ def _listen(reader: int, template: int, wall_seconds: float, memory: int) -> Tol
     return told
 
 
-def _too_much(template: int, seconds: float, wall_seconds: float, memory: int) -> str:
+def _too_much(template: int, seconds: float, wall_seconds: float, memory: int, folder: Path) -> str:
+    from minillm.teaching.grading.sandbox import SCRATCH_BYTES
+
     if seconds > wall_seconds:
         return f"time: it did not end within {wall_seconds:g} s"
     processes = _of_job(template)
@@ -188,12 +196,37 @@ def _too_much(template: int, seconds: float, wall_seconds: float, memory: int) -
     # how many are still shared takes too long while the processes allocate.
     forked = _without_files(template)
     used = sum(max(0, _without_files(process.pid) - forked) for process in processes)
-    return f"memory: its processes used more than {memory / (1 << 30):g} GiB together" if used > memory else ""
+    if used > memory:
+        return f"memory: its processes used more than {memory / (1 << 30):g} GiB together"
+    if _size(folder, SCRATCH_BYTES) > SCRATCH_BYTES:
+        return f"files: it wrote more than {SCRATCH_BYTES >> 20} MiB of files"
+    return ""
+
+
+def _size(folder: Path, most: int) -> int:
+    """Bytes that the files and folders below `folder` take on the disk, at least `MIN_ENTRY` each; counting ends above
+    `most`. What cannot be listed counts as more than that: it may hold anything."""
+    size, folders = 0, [str(folder)]
+    while folders and size <= most:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # removed in the meantime
+                        size += max(MIN_ENTRY, entry.stat(follow_symlinks=False).st_blocks * 512)
+                    if size > most:
+                        break
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return most + 1
+    return size
 
 
 def _without_files(pid: int) -> int:
-    """Bytes of a process that are no files of a disk: its own, and those in shared mappings (`mmap`, `memfd_create`),
-    which count for each process that touched them. 0 if it has ended."""
+    """Bytes of a process that are no files of a disk: its own, and those in shared mappings, which count for each
+    process that touched them. 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

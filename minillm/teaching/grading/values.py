@@ -49,7 +49,7 @@ class Foreign:
 
 
 def encode(value: object) -> bytes:
-    """`value` as bytes. Raises `ValueTooLarge`."""
+    """`value` as bytes. Raises `ValueTooLarge`, and `ValueError` for a set in a set or in a key of a dict."""
     data = msgspec.msgpack.encode(_Encoder().tagged(value, 0))
     _check_size(data)
     return data
@@ -66,10 +66,16 @@ def decode(data: bytes) -> object:
         raise ValueError(f"not an encoded value: {problem}") from None
 
 
-def num_items(data: bytes) -> int:
-    """How many objects the msgpack `data` holds, counted up to `MAX_ITEMS` + 1 without making any of them."""
+def num_items(data: bytes, maps: bool = True) -> int:
+    """How many objects the msgpack `data` holds, counted up to `MAX_ITEMS` + 1 without making any of them.
+
+    Raises `ValueError` for a map if `maps` is False.
+    """
     at = count = 0
+    refused = () if maps else _MAPS
     while at < len(data) and count <= MAX_ITEMS:
+        if data[at] in refused:
+            raise ValueError("a map of msgpack")
         plain, length = _SIZES[data[at]]
         at += 1 + plain + length + int.from_bytes(data[at + 1 : at + 1 + length], "big")
         count += 1
@@ -91,18 +97,28 @@ def _sizes(head: int) -> tuple[int, int]:
 
 
 _SIZES = [_sizes(head) for head in range(256)]
+_MAPS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
+"""First bytes of maps. `encode` makes none, and msgspec would compare keys that collide before any check here."""
 
 
 def _check_size(data: bytes) -> None:
     if len(data) > MAX_BYTES:
         raise ValueTooLarge(f"an answer of {len(data):,} bytes; the limit is {MAX_BYTES:,}")
-    if num_items(data) > MAX_ITEMS:
+    if num_items(data, maps=False) > MAX_ITEMS:
         raise ValueTooLarge(f"an answer with more than {MAX_ITEMS:,} items")
 
 
 def _check_members(found: Collection[Any]) -> None:
+    """Check the members of a set or the keys of a dict. Two sets of colliding members take very long to compare, so
+    none may be in another."""
     if len(found) > MAX_MEMBERS:
         raise ValueTooLarge(f"a set or dict with {len(found):,} members; the limit is {MAX_MEMBERS:,}")
+    if any(map(_holds_set, found)):
+        raise ValueError("a set in a set, or in a key of a dict")
+
+
+def _holds_set(member: Any) -> bool:
+    return isinstance(member, frozenset) or (isinstance(member, tuple) and any(map(_holds_set, member)))
 
 
 class _Encoder:
@@ -247,15 +263,17 @@ def _foreign(content: list[Any], depth: int) -> object:
 
 
 def _dict(content: list[Any], depth: int) -> dict[Any, Any]:
-    _check_members(content[0])
-    return {_value(key, depth): _value(item, depth) for key, item in content[0]}
+    keys = [_value(key, depth) for key, _ in content[0]]
+    _check_members(keys)
+    return dict(zip(keys, [_value(item, depth) for _, item in content[0]], strict=True))
 
 
 def _sequence(make: type) -> Callable[[list[Any], int], Any]:
     def read(content: list[Any], depth: int) -> Any:
+        items = [_value(item, depth) for item in content[0]]
         if make in (set, frozenset):
-            _check_members(content[0])
-        return make([_value(item, depth) for item in content[0]])
+            _check_members(items)
+        return make(items)
 
     return read
 

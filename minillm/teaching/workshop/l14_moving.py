@@ -6,7 +6,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.batch import Segment
-from minillm.models.decoder import Decoder
 from minillm.models.hub import resolve
 from minillm.models.loading import load_model, save_llama
 from minillm.ops.rerotation import rerotate
@@ -26,6 +25,7 @@ from minillm.reuse.kv_span import KVSpan, Rotation
 from minillm.reuse.offload import Interval, Link
 from minillm.reuse.scratch import Scratch
 from minillm.teaching.latency import CLOCK, seconds_of
+from minillm.teaching.roofline_parts import repeat_heads, with_kv_heads
 from minillm.teaching.workshop.l12_levels import mean_kl
 from minillm.viz.timeline.transfer_timeline import TimedPart
 
@@ -40,17 +40,8 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 def save_multi_head(name: str, folder: Path) -> None:
     """Write the model `name` to `folder` with a key and a value head of its own for each query head: copies of those
     that the query head uses. The same function, and a cache that is larger by the number of queries per KV head."""
-    source = load_model(name, torch.float32)
-    config, group = source.config, source.config.num_heads // source.config.num_kv_heads
-    target = Decoder(replace(config, num_kv_heads=config.num_heads))
-    state = source.state_dict()
-    for key in [key for key in state if ".qkv_proj." in key]:
-        q, k, v = state[key].split((config.q_size, config.kv_size, config.kv_size))
-        wide = [x.unflatten(0, (-1, config.head_dim)).repeat_interleave(group, 0).flatten(0, 1) for x in (k, v)]
-        state[key] = torch.cat((q, *wide))
-    target.load_state_dict(state)
-    target.tie()
-    save_llama(target, folder, torch.float32)
+    model = load_model(name, torch.float32)
+    save_llama(with_kv_heads(model, model.config.num_heads, repeat_heads), folder, torch.float32)
     for file in resolve(name).glob("tokenizer*"):
         shutil.copy(file, folder)
 

@@ -27,6 +27,10 @@ UID = PLACEHOLDER
 """Placeholder in ids and references for the part that makes them unique; `card` replaces it. No text can hold it."""
 
 Attributes = Mapping[str, "str | float | None"]
+TITLE: Attributes = {"font-size": 17, "font-weight": 650, "fill": INK}
+"""Of a picture's title in `spans`."""
+BOLD: Attributes = {"font-weight": 700, "fill": INK}
+"""Of a number to notice in `spans`."""
 
 
 def number(value: float) -> str:

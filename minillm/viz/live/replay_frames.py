@@ -38,10 +38,6 @@ class Packed:
         """The approximate size as JSON."""
         return sum(len(part.encode()) + 3 for part in self.parts) + sum(8 * len(runs) for runs in self.frames)
 
-    def unpack(self) -> list[str]:
-        """The original texts."""
-        return ["".join("".join(self.parts[first : first + count]) for first, count in runs) for runs in self.frames]
-
 
 def pack(texts: Sequence[str]) -> Packed:
     """Split `texts` between tags and after line ends, and store every distinct part once."""

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from minillm.trace import Trace
 from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
-from minillm.viz.draw.colours import CACHED, INK, VERMILLION
+from minillm.viz.draw.colours import INK
 from minillm.viz.draw.plural import plural
-from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, hatch, heading, paragraph, spans
+from minillm.viz.draw.svg import MARGIN, RIGHT, SANS_EM, TITLE, card, fit_clauses, heading, paragraph, spans
 from minillm.viz.draw.view import View
 from minillm.viz.pages.block_tables import ROWS_TOP, draw_requests, row_pitch, rows_to_show
 from minillm.viz.pages.cache_changes import changes
 from minillm.viz.pages.cache_words import describe, pool_size, title, unit
 from minillm.viz.pages.narrow_pages import draw_narrow
 from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw, not_drawn
-from minillm.viz.pages.page_legend import draw_legend, kinds_in
+from minillm.viz.pages.page_legend import HATCHES, draw_legend, kinds_in
 from minillm.viz.pages.pool_usage import SIDE, draw_history, draw_usage, usage_kinds
 from minillm.viz.pages.sequence_bars import SequenceBars
 
@@ -49,9 +49,7 @@ class CachePagesView(View):
             grid_top + grid.height + 28 + legend_height,
             f"{title(state)}, step {state.step}",
             paragraph(describe(state, requests)),
-            element(
-                "defs", {}, hatch("void", VERMILLION), hatch("tight", VERMILLION, 2, 1.2), hatch("cached", CACHED, 6, 2)
-            ),
+            HATCHES,
             _header(state),
             draw_usage(state),
             draw_history(state, ROWS_TOP, min(grid_top - 48, ROWS_TOP + 120)),
@@ -77,7 +75,7 @@ class CachePagesView(View):
 
 
 def _header(state: CacheState) -> str:
-    name = (title(state), {"font-size": 17, "font-weight": 650, "fill": INK})
+    name = (title(state), TITLE)
     if state.engine is None:
         return spans(MARGIN, 38, name, ("waiting for the engine", {"dx": 10}))
     one = unit(state)

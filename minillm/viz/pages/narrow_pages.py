@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
-from minillm.viz.draw.colours import CACHED, INK, MUTED, VERMILLION
+from minillm.viz.draw.colours import INK, MUTED
 from minillm.viz.draw.plural import plural
 from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import (
     MARGIN,
     MONO,
+    TITLE,
     card,
     element,
     fit_clauses,
     fit_mono,
-    hatch,
     heading,
     label,
     paragraph,
@@ -26,7 +26,7 @@ from minillm.viz.pages.block_tables import draw_chip, draw_table, rows_to_show
 from minillm.viz.pages.cache_changes import changes
 from minillm.viz.pages.cache_words import describe, request_work, title, unit
 from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw, not_drawn
-from minillm.viz.pages.page_legend import draw_legend, kinds_in
+from minillm.viz.pages.page_legend import HATCHES, draw_legend, kinds_in
 from minillm.viz.pages.pool_usage import draw_history, draw_usage, usage_kinds
 
 WIDTH = 484
@@ -59,9 +59,7 @@ def draw_narrow(state: CacheState) -> str:
         history_top + HISTORY + 20,
         f"{title(state)}, step {state.step}",
         paragraph(describe(state, requests)),
-        element(
-            "defs", {}, hatch("void", VERMILLION), hatch("tight", VERMILLION, 2, 1.2), hatch("cached", CACHED, 6, 2)
-        ),
+        HATCHES,
         _header(state),
         draw_usage(state, MARGIN, RIGHT, 52),
         _requests(requests, hidden),
@@ -81,9 +79,7 @@ def _header(state: CacheState) -> str:
         facts = f"step {state.step} · {plural(state.num_blocks, one)} of {plural(state.block_size, 'token')}"
     done = changes(state) or ["nothing changed" if state.step else "nothing has run yet"]
     changes_text = fit_clauses(done, RIGHT - MARGIN - 62, 12)
-    return spans(
-        MARGIN, 36, (title(state), {"font-size": 17, "font-weight": 650, "fill": INK}), (facts, {"dx": 10})
-    ) + spans(
+    return spans(MARGIN, 36, (title(state), TITLE), (facts, {"dx": 10})) + spans(
         MARGIN,
         CHANGES,
         ("This step", {"font-weight": 600}),

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from minillm.trace.page import Page
-from minillm.viz.draw.colours import BLUE, DISCARDED, FAINT, HAIRLINE, INK, ORANGE, PAPER, VERMILLION
-from minillm.viz.draw.svg import MARGIN, RIGHT, Attributes, element, hatched, label, rectangle
+from minillm.viz.draw.colours import BLUE, CACHED, DISCARDED, FAINT, HAIRLINE, INK, ORANGE, PAPER, VERMILLION
+from minillm.viz.draw.svg import MARGIN, RIGHT, Attributes, element, hatch, hatched, label, rectangle
 
 LINE = 24
+HATCHES = element(
+    "defs", {}, hatch("void", VERMILLION), hatch("tight", VERMILLION, 2, 1.2), hatch("cached", CACHED, 6, 2)
+)
+"""Patterns for the fills of pages and of the legend."""
 WHOLE = {"fill": BLUE}
 SWATCHES: dict[str, tuple[str, Attributes]] = {
     "written": ("written slot", WHOLE),

@@ -10,7 +10,7 @@ from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, R
 from minillm.trace.replay import Replay
 from minillm.viz.draw.colours import HAIRLINE, INK, ink_on, owner_colour, owner_letter
 from minillm.viz.draw.plural import plural
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, heading, label, rectangle, spans
+from minillm.viz.draw.svg import BOLD, MARGIN, RIGHT, TITLE, card, element, fit_words, heading, label, rectangle, spans
 from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text
 from minillm.viz.draw.view import View
 from minillm.viz.speculation.acceptance_words import describe, round_words
@@ -127,7 +127,7 @@ def _whose(request: RequestAcceptance | None) -> str:
 
 
 def _header(state: AcceptanceState, request: RequestAcceptance | None) -> str:
-    title = ("Token acceptance", {"font-size": 17, "font-weight": 650, "fill": INK})
+    title = ("Token acceptance", TITLE)
     if request is None or state.engine is None:
         return spans(MARGIN, 38, title, ("waiting for a request", {"dx": 10}))
     drafter = f" · draft {state.engine.drafter}" if state.engine.drafter else ""
@@ -136,14 +136,13 @@ def _header(state: AcceptanceState, request: RequestAcceptance | None) -> str:
     line += _chip(request)
     if not request.rounds:
         return line
-    bold = {"font-weight": 700, "fill": INK}
     tau, share = f"{request.tokens_per_forward:.2f}", f"{request.acceptance_rate:.0%}"
     headline = spans(
         RIGHT,
         38,
-        (tau, {**bold, "font-size": 20, "data-testid": "tau"}),
+        (tau, {**BOLD, "font-size": 20, "data-testid": "tau"}),
         (" tokens per target forward · ", {"fill": INK}),
-        (share, bold),
+        (share, BOLD),
         (" of drafts accepted", {"fill": INK}),
         anchor="end",
     )
@@ -183,7 +182,7 @@ def _row(judged: Round, number: int, top: float, columns: Columns) -> str:
     if judged.target_token is not None:
         parts.append(draw_token(columns.target, top, TARGET, judged.target_token, judged.added_origin or "sampled"))
     added = "1" if judged.target_token is not None else "0"
-    total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
+    total = (str(judged.tokens), BOLD)
     parts.append(spans(columns.total, base, (f"{judged.num_accepted} + {added} = ", {}), total))
     return element("g", {"data-testid": "round"}, *parts)
 
@@ -211,7 +210,7 @@ def _sum(request: RequestAcceptance, columns: Columns, top: float) -> str:
         ("= ", f"{request.tokens_per_forward:.2f} tokens per forward"),
     )
     return "".join(
-        spans(columns.target, top + 13 + 19 * i, (plain, {"fill": INK}), (bold, {"font-weight": 700, "fill": INK}))
+        spans(columns.target, top + 13 + 19 * i, (plain, {"fill": INK}), (bold, BOLD))
         for i, (plain, bold) in enumerate(lines)
     )
 

@@ -11,7 +11,20 @@ from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, FAINT, GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER, PURPLE
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.plot import draw_mark
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, heading, label, number, rectangle, spans
+from minillm.viz.draw.svg import (
+    BOLD,
+    MARGIN,
+    RIGHT,
+    TITLE,
+    card,
+    element,
+    fit_words,
+    heading,
+    label,
+    number,
+    rectangle,
+    spans,
+)
 
 LEFT, TOP, HEIGHT = 74, 112, 250
 BOTTOM = TOP + HEIGHT
@@ -84,16 +97,12 @@ class BudgetAcceptance(Picture):
             max(STRIP + 74, TOP + 40 + 62 * len(self.lines) + 60),
             "Acceptance by KV budget",
             self.describe(),
-            spans(
-                MARGIN,
-                38,
-                ("How much of the cache must a draft read?", {"font-size": 17, "font-weight": 650, "fill": INK}),
-            ),
+            spans(MARGIN, 38, ("How much of the cache must a draft read?", TITLE)),
             spans(
                 MARGIN,
                 64,
                 ("drafts that the target accepts, of those it judged · context ", {}),
-                (f"{self.context:,}", {"font-weight": 700, "fill": INK}),
+                (f"{self.context:,}", BOLD),
                 (" tokens" + (" · thin bars: from the worst prompt to the best" if spread else ""), {}),
             ),
             *self._grid(),

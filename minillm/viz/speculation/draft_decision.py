@@ -12,7 +12,7 @@ from minillm.viz.draw.colours import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, own
 from minillm.viz.draw.glyphs import shorten, visible
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.plural import plural
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, heading, label, number, rectangle, spans
+from minillm.viz.draw.svg import MARGIN, RIGHT, TITLE, card, element, heading, label, number, rectangle, spans
 
 MAX_REQUESTS, MAX_POSITIONS = 8, 8
 TOP, ROW = 120, 34
@@ -71,9 +71,7 @@ class DraftDecision(Picture):
             height,
             "How many drafts this step may have",
             self.describe(),
-            spans(
-                MARGIN, 38, ("How many drafts may this step have?", {"font-size": 17, "font-weight": 650, "fill": INK})
-            ),
+            spans(MARGIN, 38, ("How many drafts may this step have?", TITLE)),
             label(MARGIN, 64, self.reason, size=13, fill=INK),
             *self._requests(rows),
             *self._curve(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Round
 from minillm.viz.draw.colours import INK, owner_letter
 from minillm.viz.draw.plural import plural
-from minillm.viz.draw.svg import MARGIN, card, element, heading, label, spans
+from minillm.viz.draw.svg import BOLD, MARGIN, TITLE, card, element, heading, label, spans
 from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text
 from minillm.viz.pages.block_tables import draw_chip
 from minillm.viz.speculation.acceptance_words import describe
@@ -60,15 +60,12 @@ def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> st
 def _header(state: AcceptanceState, request: RequestAcceptance | None, earlier: int) -> list[str]:
     gamma = state.engine.num_speculative_tokens if state.engine else 0
     facts = f"step {state.step}" + (f" · γ = {gamma}" if gamma else "")
-    parts = [
-        spans(MARGIN, 36, ("Token acceptance", {"font-size": 17, "font-weight": 650, "fill": INK}), (facts, {"dx": 10}))
-    ]
+    parts = [spans(MARGIN, 36, ("Token acceptance", TITLE), (facts, {"dx": 10}))]
     if request is not None:
         parts.append(draw_chip(request.index, 52))
     if request is not None and request.rounds:
-        bold = {"font-weight": 700, "fill": INK}
-        tau = (f"{request.tokens_per_forward:.2f}", {**bold, "font-size": 20, "data-testid": "tau"})
-        share = (f"{request.acceptance_rate:.0%}", bold)
+        tau = (f"{request.tokens_per_forward:.2f}", {**BOLD, "font-size": 20, "data-testid": "tau"})
+        share = (f"{request.acceptance_rate:.0%}", BOLD)
         rest = (" tokens per target forward · ", {"fill": INK}), share, (" of drafts accepted", {"fill": INK})
         parts.append(spans(56, 69, tau, *rest))
     else:
@@ -87,7 +84,7 @@ def _row(judged: Round, number: int, top: float, count: int, width: float) -> st
     if judged.target_token is not None:
         parts.append(draw_token(TARGET, top, TARGET_WIDTH, judged.target_token, judged.added_origin or "sampled", BOX))
     plus = "1" if judged.target_token is not None else "0"
-    total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
+    total = (str(judged.tokens), BOLD)
     end, size = (RIGHT, 12) if judged.tokens < 10 else (RIGHT + 12, 11)
     parts.append(spans(end, base, (f"{judged.num_accepted}+{plus}=", {}), total, anchor="end", size=size))
     return element("g", {"data-testid": "round"}, *parts)

@@ -11,6 +11,7 @@ from minillm.viz.draw.colours import GREEN, HAIRLINE, INK, MUTED, ORANGE, PAPER,
 from minillm.viz.draw.glyphs import visible
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import (
+    BOLD,
     MARGIN,
     MONO,
     RIGHT,
@@ -69,9 +70,9 @@ class OverlapBars(Picture):
         headline = spans(
             RIGHT,
             36,
-            (f"{self.accepted:.0%}", {"font-weight": 700, "fill": INK}),
+            (f"{self.accepted:.0%}", BOLD),
             (" of drafts accepted; rejected and recovered are equal: ", {"fill": INK}),
-            (f"{1 - self.accepted:.0%}", {"font-weight": 700, "fill": INK}),
+            (f"{1 - self.accepted:.0%}", BOLD),
             anchor="end",
         )
         return card(

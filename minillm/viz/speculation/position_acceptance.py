@@ -19,7 +19,20 @@ from minillm.trace import TokensCommitted, Trace
 from minillm.viz.draw.colours import BLUE, FAINT, HAIRLINE, INK, MUTED, ORANGE
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.plural import plural
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, number, rectangle, spans
+from minillm.viz.draw.svg import (
+    BOLD,
+    MARGIN,
+    RIGHT,
+    TITLE,
+    card,
+    element,
+    hatch,
+    hatched,
+    label,
+    number,
+    rectangle,
+    spans,
+)
 
 TOP, HEIGHT = 122, 170
 LEFT = 70
@@ -101,7 +114,6 @@ class PositionAcceptance(Picture):
         """The picture: two bars for each position."""
         pitch = (RIGHT - LEFT) / len(self.judged)
         bars = [self._position(i, LEFT + i * pitch, pitch) for i in range(len(self.judged))]
-        bold = {"font-weight": 700, "fill": INK}
         whose = f" · {self.name}" if self.name else ""
         omitted = f" · {self._left_out_words}" if self.left_out else ""
         return card(
@@ -113,16 +125,16 @@ class PositionAcceptance(Picture):
             spans(
                 MARGIN,
                 38,
-                ("Acceptance by position", {"font-size": 17, "font-weight": 650, "fill": INK}),
+                ("Acceptance by position", TITLE),
                 (f"{plural(self.rounds, 'round')}{whose}{omitted}", {"dx": 10}),
             ),
             spans(
                 MARGIN,
                 66,
                 (f"{sum(self.accepted)} accepted / {self.drafted} drafted = ", {"fill": INK}),
-                (f"{self.accepted_share:.0%}", {**bold, "data-testid": "share"}),
+                (f"{self.accepted_share:.0%}", {**BOLD, "data-testid": "share"}),
                 (" · tokens per round: 1 + sum of the marginal = ", {"fill": INK}),
-                (f"{self.tokens_per_round:.2f}", {**bold, "data-testid": "tau"}),
+                (f"{self.tokens_per_round:.2f}", {**BOLD, "data-testid": "tau"}),
             ),
             *_grid(),
             *bars,

@@ -15,7 +15,7 @@ from math import hypot
 from minillm.errors import ConfigError
 from minillm.viz.draw.colours import FAINT, GREEN, HAIRLINE, INK, MUTED, PAPER, VERMILLION
 from minillm.viz.draw.output import Picture
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, label, number, rectangle, spans
+from minillm.viz.draw.svg import BOLD, MARGIN, RIGHT, TITLE, card, element, fit_words, label, number, rectangle, spans
 
 MAX_GAMMA = 8
 ALPHAS = tuple(round(0.05 * i, 2) for i in range(21))
@@ -79,18 +79,14 @@ class SpeedUpSurface(Picture):
             max(BOTTOM + 84, TOP + 40 + ITEM * len(self.points)),
             "Speed-up of the best number of drafts",
             self.describe(),
-            spans(
-                MARGIN,
-                38,
-                ("Speed-up of the best number of drafts", {"font-size": 17, "font-weight": 650, "fill": INK}),
-            ),
+            spans(MARGIN, 38, ("Speed-up of the best number of drafts", TITLE)),
             spans(
                 MARGIN,
                 64,
                 ("in each cell: the best γ, at most ", {}),
-                (f"{self.max_gamma}", {"font-weight": 700, "fill": INK}),
+                (f"{self.max_gamma}", BOLD),
                 (" · darker: faster · a verified draft adds ", {}),
-                (f"{self.row:.2f}", {"font-weight": 700, "fill": INK}),
+                (f"{self.row:.2f}", BOLD),
                 (" plain steps to a step", {}),
             ),
             *cells,

@@ -8,7 +8,20 @@ from dataclasses import dataclass
 from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, FAINT, GREEN, HAIRLINE, INK, MUTED, ORANGE, VERMILLION
 from minillm.viz.draw.output import Picture
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, heading, label, number, rectangle, spans
+from minillm.viz.draw.svg import (
+    BOLD,
+    MARGIN,
+    RIGHT,
+    TITLE,
+    card,
+    element,
+    fit_words,
+    heading,
+    label,
+    number,
+    rectangle,
+    spans,
+)
 
 LEFT = 190
 WIDTH = RIGHT - LEFT
@@ -59,12 +72,12 @@ class ViewedBlocks(Picture):
             height,
             "Which blocks does a draft read?",
             self.describe(),
-            spans(MARGIN, 38, ("Which blocks does a draft read?", {"font-size": 17, "font-weight": 650, "fill": INK})),
+            spans(MARGIN, 38, ("Which blocks does a draft read?", TITLE)),
             spans(
                 MARGIN,
                 64,
                 ("a column is a block of the cache, from the first token to the newest · ", {}),
-                (f"{len(self.attention)} blocks", {"font-weight": 700, "fill": INK}),
+                (f"{len(self.attention)} blocks", BOLD),
             ),
             *self._pointers(),
             *self._bars(),

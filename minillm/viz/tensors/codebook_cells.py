@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, FAINT, INK, MUTED, ORANGE, PAPER
 from minillm.viz.draw.output import Picture
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, label, number, rectangle, spans
+from minillm.viz.draw.svg import BOLD, MARGIN, RIGHT, TITLE, card, element, fit_words, label, number, rectangle, spans
 
 Point = tuple[float, float]
 SIDE, GAP = 400.0, 40.0
@@ -63,11 +63,7 @@ class CodebookCells(Picture):
             height,
             self.title,
             self.describe(),
-            spans(
-                MARGIN,
-                38,
-                (fit_words(self.title, RIGHT - MARGIN, 17), {"font-size": 17, "font-weight": 650, "fill": INK}),
-            ),
+            spans(MARGIN, 38, (fit_words(self.title, RIGHT - MARGIN, 17), TITLE)),
             spans(
                 MARGIN, 64, ("all points of a cell are stored as its centre, which takes only the cell's number", {})
             ),
@@ -102,11 +98,7 @@ class CodebookCells(Picture):
         look = {"d": dots, "stroke": BLUE, "stroke-width": 3.2, "stroke-linecap": "round", "stroke-opacity": ".55"}
         diamonds = [element("g", {"data-testid": "centre"}, _diamond(*place(centre))) for centre in cloud.centres]
         lost = spans(
-            left,
-            TOP + side + 22,
-            (f"{cloud.error:.1%}", {"font-weight": 700, "fill": INK}),
-            (" of the squared length is lost", {}),
-            size=12.5,
+            left, TOP + side + 22, (f"{cloud.error:.1%}", BOLD), (" of the squared length is lost", {}), size=12.5
         )
         about = {"data-testid": "cloud", "data-name": cloud.name, "data-error": f"{cloud.error:.4f}"}
         return element(

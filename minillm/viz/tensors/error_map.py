@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
@@ -18,9 +18,7 @@ from typing import Any, Literal
 from minillm.errors import ConfigError
 from minillm.viz.draw.colours import INK, VERMILLION
 from minillm.viz.draw.output import Picture
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, label, number, rectangle, spans
-
-Grid = Sequence[Sequence[float]]
+from minillm.viz.draw.svg import MARGIN, RIGHT, TITLE, card, element, fit_words, label, number, rectangle, spans
 
 LEVELS = ("#f1f6fb", "#d6e6f2", "#b4d2e7", "#8dbad8", "#629fc6", "#3b82b1", "#1f6599", "#0e4779", "#062b52")
 """One hue, from light to dark in about equal steps of lightness."""
@@ -100,7 +98,7 @@ class ErrorMap(Picture):
             bottom + 76,
             self.title,
             self.describe().replace("\n", " "),
-            spans(MARGIN, 38, (self.title, {"font-size": 17, "font-weight": 650, "fill": INK}), (coarse, {"dx": 10})),
+            spans(MARGIN, 38, (self.title, TITLE), (coarse, {"dx": 10})),
             *(part for part, _ in drawn),
             self._legend(largest, bottom + 34),
         )

@@ -9,8 +9,10 @@ from minillm.errors import ConfigError
 from minillm.viz.draw.colours import BLUE, FAINT, GREEN, INK, MUTED
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import (
+    BOLD,
     MARGIN,
     RIGHT,
+    TITLE,
     card,
     element,
     fit_words,
@@ -83,7 +85,7 @@ class KeptCache(Picture):
             "What may a query read?",
             self.describe(),
             element("defs", {}, hatch("whole", GREEN)),
-            spans(MARGIN, 38, ("What may a query read?", {"font-size": 17, "font-weight": 650, "fill": INK})),
+            spans(MARGIN, 38, ("What may a query read?", TITLE)),
             spans(MARGIN, 64, ("the cache of one head · a column is a token, from the first to the newest", {})),
             *(
                 text
@@ -133,9 +135,7 @@ def _panel(part: KeptPart, left: float, top: float) -> list[str]:
     turned = {"transform": f"rotate(-90 {number(x - 9)} {number(middle)})"}
     axis = element("g", turned, label(x - 9, middle, part.row_name, size=11.5, anchor="middle"))
     named = label(x, top, fit_words(part.name, BOX_WIDTH, 13), size=13, weight=600, fill=INK)
-    share = spans(
-        x, y + BOX_HEIGHT + 20, (f"{part.share:.0%}", {"font-weight": 700, "fill": INK}), (" of the cells", {}), size=12
-    )
+    share = spans(x, y + BOX_HEIGHT + 20, (f"{part.share:.0%}", BOLD), (" of the cells", {}), size=12)
     note = label(x, y + BOX_HEIGHT + 37, fit_words(part.note, BOX_WIDTH, 11.5), size=11.5) if part.note else ""
     whole = {"fill": hatched("whole"), "data-testid": "whole"}
     return [

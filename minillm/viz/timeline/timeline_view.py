@@ -11,7 +11,7 @@ from minillm.trace.timeline_state import Row, Timeline, TimelineState
 from minillm.viz.draw.colours import BLUE, CACHED, DISCARDED, INK, PAPER, VERMILLION, owner_letter
 from minillm.viz.draw.glyphs import beginning
 from minillm.viz.draw.plural import plural
-from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, paragraph, rectangle, spans
+from minillm.viz.draw.svg import MARGIN, RIGHT, TITLE, card, element, hatch, hatched, label, paragraph, rectangle, spans
 from minillm.viz.draw.view import View
 from minillm.viz.pages.cache_words import PROMPT
 from minillm.viz.timeline.timeline_lanes import BARS, Columns, cell_look, fitted
@@ -192,7 +192,7 @@ def _title(text: str, columns: Columns) -> str:
     scale = (
         "a column is a step" if columns.bucket == 1 else f"a column is {columns.bucket} steps, drawn as most of them"
     )
-    return spans(MARGIN, 38, (text, {"font-size": 17, "font-weight": 650, "fill": INK}), (scale, {"dx": 10}))
+    return spans(MARGIN, 38, (text, TITLE), (scale, {"dx": 10}))
 
 
 def _name(text: str, source: str, y: float) -> str:

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from minillm.batch import Segment
+from minillm.bench.on_gpu.ragged_steps import coded
 from minillm.cache.base import KVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
@@ -39,7 +40,7 @@ from minillm.ops.triton.store_kv import store_kv
 from minillm.ops.triton.tiling import Tiling
 from minillm.ops.triton.w8a8_linear import w8a8_linear
 from minillm.runtime.gpu_executor import GpuExecutor
-from tests.ops.triton.steps import node_masks, quantized, step
+from tests.ops.triton.steps import node_masks, step
 
 CACHES: tuple[type[KVCache], ...] = (PagedKVCache, PagedInt8KVCache, PagedInt4KVCache)
 TYPES = {
@@ -132,7 +133,7 @@ def attention(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     yield lambda: paged_attention(*one)
     for bits in (0, 8, 4):
         for s in (prefill, decode):
-            k, v = (quantized(t, bits) if bits else t for t in (s.keys, s.values))
+            k, v = (coded(t, bits) if bits else t for t in (s.keys, s.values))
             yield lambda s=s, k=k, v=v: paged_attention(s.q, k, v, s.batch)
         pools = (k.pools, v.pools) if bits else ([k], [v])
         yield lambda pools=pools: store_kv(decode.q[:, :2], decode.q[:, 2:4], *pools, slots)

@@ -39,3 +39,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     with np.errstate(all="ignore"):
         yield
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make small vocabularies take several iterations."""
+    for kernel in ("sample", "rejection"):
+        monkeypatch.setattr(f"minillm.ops.triton.{kernel}.BLOCK", 16)

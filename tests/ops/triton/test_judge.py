@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from minillm.engine.judge import DeviceJudge, HostJudge, judge
-from minillm.ops.triton import rejection as rejection_file
-from minillm.ops.triton import sample as sample_file
 from minillm.request import Request
 from minillm.runtime.gpu_executor import GpuExecutor
 from minillm.sampling.device import DeviceSampler
@@ -18,12 +16,7 @@ from tests.engine.test_device_judge import WISHES, elsewhere, engine, judge_on_d
 from tests.no_waiting import NoWaiting
 from tests.ops.triton.steps import WHERE
 
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make small vocabularies take several iterations."""
-    for file in (sample_file, rejection_file):
-        monkeypatch.setattr(file, "BLOCK", 16)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.mark.parametrize("kinds", ["n", "d", "s"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minillm.batch import Segment, tree_masks
+from minillm.bench.on_gpu.ragged_steps import coded
 from minillm.errors import UnsupportedError
 from minillm.ops.paged_attention import paged_attention as reference
 from minillm.ops.tree_attention import tree_attention
@@ -18,7 +19,7 @@ from minillm.ops.triton import machine
 from minillm.ops.triton.paged_attention import paged_attention
 from minillm.ops.triton.tiling import AttentionMetadata, HeadShape, Tiling, num_splits, num_stages
 from tests.ops.triton.close import HALF, assert_close, examples
-from tests.ops.triton.steps import WHERE, node_masks, quantized, step
+from tests.ops.triton.steps import WHERE, node_masks, step
 
 SMALL = Tiling(rows=16, keys=16, splits=1)
 
@@ -55,7 +56,7 @@ def test_codes_become_numbers_inside(bits: int, group_size: int, dim: int, split
     if bits == 4 and dim % min(group_size, dim):
         group_size = 24
     s = step(dim, [1, 4, 8], 4, (6, 2), dim, past=(0, 5, 21))
-    keys, values = (quantized(x, bits, group_size) for x in (s.keys, s.values))
+    keys, values = (coded(x, bits, group_size) for x in (s.keys, s.values))
     out = paged_attention(s.q, keys, values, s.batch, tiling=replace(SMALL, splits=splits))
     assert_close(out, reference(s.q, keys, values, s.batch))
 
@@ -64,10 +65,10 @@ def test_codes_become_numbers_inside(bits: int, group_size: int, dim: int, split
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_16_bits(dtype: torch.dtype, bits: int) -> None:
     s = step(5, [1, 6], 16, (6, 2), 64, dtype)
-    keys, values = (quantized(x, bits) if bits else x for x in (s.keys, s.values))
+    keys, values = (coded(x, bits) if bits else x for x in (s.keys, s.values))
     out = paged_attention(s.q, keys, values, s.batch, tiling=SMALL)
     assert out.dtype == dtype
-    exact = [quantized(x.float(), bits) if bits else x.float() for x in (s.keys, s.values)]
+    exact = [coded(x.float(), bits) if bits else x.float() for x in (s.keys, s.values)]
     assert_close(out, reference(s.q.float(), *exact, s.batch), HALF)
 
 
@@ -75,7 +76,7 @@ def test_small_values_in_int8_keep_their_digits_in_float16() -> None:
     """A weight times a scale near 10⁻⁵ would lie below the normal numbers of float16."""
     s = step(16, [1], 4, (4, 2), 32, past=(600,))
     keys, values = s.keys.half(), (1e-3 * s.values).half()
-    stored = [quantized(x.float(), 8, 0) for x in (keys, values)]
+    stored = [coded(x.float(), 8, 0) for x in (keys, values)]
     expected = reference(s.q, *stored, s.batch)
     out = paged_attention(s.q.half(), *stored, s.batch, tiling=SMALL).float()
     assert (out - expected).norm() < 5e-3 * expected.norm()
@@ -121,7 +122,7 @@ TREES = {"chain": [-1, 0, 1, 2], "star": [-1, -1, -1, -1], "binary": [-1, 0, 0, 
 def test_trees_see_their_ancestors(bits: int, splits: int) -> None:
     parents = list(TREES.values())
     s = step(11, [len(p) for p in parents], 4, (6, 2), 32, past=(0, 9))
-    keys, values = (quantized(x, bits) if bits else x for x in (s.keys, s.values))
+    keys, values = (coded(x, bits) if bits else x for x in (s.keys, s.values))
     tree = torch.tensor([mask for p in parents for mask in node_masks(p)], device=WHERE)
     out = paged_attention(s.q, keys, values, s.batch, tree=tree, tiling=replace(SMALL, splits=splits))
     assert_close(out, tree_attention(s.q, keys, values, s.batch, tree))
@@ -163,8 +164,8 @@ def test_rows_without_pools_are_refused() -> None:
 def test_keys_and_values_of_two_formats_are_refused() -> None:
     """Those of the values would be read with the strides of the keys."""
     s = step(3, [5], 16, (4, 2), 32)
-    int8 = quantized(s.values, 8)
-    groups_of_32, groups_of_16 = (quantized(s.values, 4, size) for size in (32, 16))
+    int8 = coded(s.values, 8)
+    groups_of_32, groups_of_16 = (coded(s.values, 4, size) for size in (32, 16))
     for keys, values, words in (
         (s.keys, int8, r"keys have \(0, 1, 2, 32\) and values \(8, 1, 2, 32\)"),
         (int8, groups_of_32, r"keys have \(8, 1, 2, 32\) and values \(4, 32, 2, 32\)"),
@@ -221,7 +222,7 @@ def test_splits_share_the_keys_evenly_and_some_may_have_none() -> None:
 @pytest.mark.parametrize(("bits", "dim", "group_size"), [(8, 33, 0), (4, 34, 17), (4, 36, 6), (4, 36, 3)])
 def test_heads_and_groups_that_do_not_fill_a_word(bits: int, dim: int, group_size: int) -> None:
     s = step(15, [1, 3], 4, (4, 2), dim, past=(0, 19))
-    keys, values = (quantized(x, bits, group_size) for x in (s.keys, s.values))
+    keys, values = (coded(x, bits, group_size) for x in (s.keys, s.values))
     out = paged_attention(s.q, keys, values, s.batch, tiling=replace(SMALL, splits=2))
     assert_close(out, reference(s.q, keys, values, s.batch))
 

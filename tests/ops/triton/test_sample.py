@@ -12,8 +12,6 @@ from torch import Tensor
 
 from minillm.ops import rejection as rejection_reference
 from minillm.ops import sample as sample_reference
-from minillm.ops.triton import rejection as rejection_file
-from minillm.ops.triton import sample as sample_file
 from minillm.ops.triton.rejection import rejection
 from minillm.ops.triton.sample import all_finite, argmax, sample
 from minillm.sampling import Draw, uniform
@@ -22,14 +20,8 @@ from minillm.speculative.rejection_sampler import rejection_sample
 from tests.ops.triton.close import examples
 from tests.ops.triton.steps import WHERE
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
 FEW = examples(12)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make small vocabularies take several iterations."""
-    for file in (sample_file, rejection_file):
-        monkeypatch.setattr(file, "BLOCK", 16)
 
 
 def distributions(rows: int, vocab: int, zeros: float) -> Tensor:

@@ -26,6 +26,11 @@ if libc.mount(None, b"/", None, ctypes.c_ulong(0x4000 | 0x40000), None):  # MS_R
     sys.exit("private")
 if libc.mount(b"tmpfs", root, b"tmpfs", ctypes.c_ulong(0), None):
     sys.exit("tmpfs")
+if libc.unshare(0x20000000):  # CLONE_NEWPID
+    sys.exit("processes")
+if (pid := os.fork()) == 0:  # a container that covers parts of its /proc allows no other
+    os._exit(libc.mount(b"proc", root, b"proc", ctypes.c_ulong(2 | 4 | 8), None) != 0)
+sys.exit(os.waitpid(pid, 0)[1] != 0)
 """
 LANDLOCK = """
 import ctypes, sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from instructors.trial.class_of_200 import ROOT, _bytes, _solved
 from instructors.trial.shapes import SAME_MEANING, text, unreadable, with_cell
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
+from minillm.teaching.diagnosis import LOOKS_AS_IF
 from minillm.teaching.grading.bundle import NotBundled, bundle
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
-from minillm.teaching.grading.one_submission import LIKELY, Grader, Rules
+from minillm.teaching.grading.one_submission import Grader, Rules
 from minillm.teaching.grading.student_process import MODES, StudentProcess
 from minillm.teaching.guard import GIB, Limits
 from minillm.teaching.registry import find
@@ -217,6 +219,70 @@ def test_landlock_alone_keeps_the_answers_and_the_network_away(
     assert not list(places["out"].iterdir())
 
 
+KEPT = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def number(*args):
+    if libc.syscall(*args) < 0:
+        raise OSError(ctypes.get_errno(), "")
+ways = {
+    "memfd_create": lambda: os.memfd_create("x"),
+    "shmget": lambda: number(CALLS["shmget"], 0, 4096, 0o600),
+    "msgget": lambda: number(CALLS["msgget"], 0, 0o600),
+    "semget": lambda: number(CALLS["semget"], 0, 1, 0o600),
+    "keyctl": lambda: number(CALLS["keyctl"], 0, -3, 1),
+}
+kept = []
+for name, way in ways.items():
+    try:
+        way()
+    except PermissionError:
+        continue
+    kept.append(name)
+return kept
+"""
+CALLS = {"x86_64": {"shmget": 29, "semget": 64, "msgget": 68, "keyctl": 250}}
+CALLS["aarch64"] = {"shmget": 194, "semget": 190, "msgget": 186, "keyctl": 219}
+
+
+def only(source: str) -> dict:
+    """A notebook of one cell."""
+    return {"cells": [{"cell_type": "code", "source": source}]}
+
+
+@pytest.mark.skipif(platform.machine() not in CALLS, reason="the numbers of system calls are not known")
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_stays_without_being_mapped_and_keyrings_are_refused(
+    grader_in: Callable[[str], Grader], mode: str
+) -> None:
+    source = Attempt("keeps", KEPT, before=f"CALLS = {CALLS[platform.machine()]}").cell()
+    got = grade_of(graded(grader_in(mode), only(source)), f"l02.{TARGET}")
+    assert got.got == "[]", got
+
+
+@pytest.mark.parametrize("mode", ["landlock", "limits"])
+def test_many_files_are_too_much_and_none_stays(
+    grader_in: Callable[[str], Grader], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minillm.teaching.grading.sandbox.SCRATCH_BYTES", 2 << 20)
+    body = "import time\nfor n in range(4):\n    open(str(n), 'wb').write(bytes(1 << 20))\ntime.sleep(2)\n" + GOOD
+    grader = grader_in(mode)
+    got = grade_of(graded(grader, only(Attempt("many files", body).cell())), f"l02.{TARGET}")
+    assert (got.status, got.problem) == (Status.CRASHED, "stopped: it wrote more than 2 MiB of files")
+    assert not list(grader.process._folder.iterdir())
+
+
+@pytest.mark.parametrize("mode", ["landlock", "limits"])
+def test_folders_that_are_deep_and_closed_do_not_stay(grader_in: Callable[[str], Grader], mode: str) -> None:
+    down = "for _ in range(1_500):\n        os.mkdir('d')\n        os.chdir('d')\n    os.chmod('.', 0)"
+    body = f"try:\n    {down}\nexcept OSError:\n    pass\n{GOOD}"
+    grader = grader_in(mode)
+    for _ in range(2):
+        got = grade_of(graded(grader, only(Attempt("deep", body).cell())), f"l02.{TARGET}")
+        assert got.status in (Status.PASSED, Status.CRASHED) and not got.interrupted, got
+        assert not list(grader.process._folder.iterdir())
+
+
 @pytest.mark.parametrize("change", SAME_MEANING.values(), ids=SAME_MEANING)
 def test_cells_may_be_moved_split_doubled_and_renamed(grader: Grader, change):
     submission = graded(grader, change(_solved("06_paged_blocks")), "my homework.ipynb")
@@ -292,7 +358,7 @@ def test_a_mistake_is_told_in_the_words_of_the_notebook_s_own_check(grader: Grad
         assert got.status is Status.FAILED
         assert (got.case, got.problem, got.cause) == (shown.label, shown.problem, shown.cause)
         assert (got.expected, got.passed_cases) == (shown.expected, here.num_passed)
-        assert got.mistake == (wrong.description if shown.cause == LIKELY + wrong.description else "")
+        assert got.mistake == (wrong.description if shown.cause == LOOKS_AS_IF + wrong.description else "")
         compared += 1
     assert compared
 
@@ -370,6 +436,15 @@ def test_imports_by_a_text_are_reported(grader: Grader, import_it: str, library:
     )
     got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, source)), f"l02.{TARGET}")
     assert got.library == library
+
+
+def test_code_that_hides_its_imports_is_reported_with_them(grader: Grader):
+    """It runs when the function is defined, in the process that defines it."""
+    before = "import minillm.teaching.grading.one_function as o\ndef hide():\n    o._library = lambda statements: []\n"
+    body = "from minillm.models.config import ModelConfig\n    return 1"
+    source = f"{before}\n\ndef {TARGET}(config, bytes_per_value, hidden=hide()):\n    {body}"
+    got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, source)), f"l02.{TARGET}")
+    assert got.library == ["minillm.models.config.ModelConfig", "minillm.teaching.grading.one_function"]
 
 
 @pytest.mark.parametrize("slots", ["return []", "raise NotImplementedError", ""], ids=["wrong", "a stub", "missing"])

@@ -104,7 +104,7 @@ class Obliging:
     def run(self, job: RunJob, wall_seconds: float, memory: int) -> Told:
         right = next(each for each in ALL if each.function_name == job.name).reference
         answers = [encode(call(job.interface, self.function or right, case).value) for case in job.cases]
-        return Told([Found("written"), Loaded([], []), *[Answered(n, v, None, []) for n, v in enumerate(answers)]])
+        return Told([Found("written"), Loaded([]), *[Answered(n, v, None, []) for n, v in enumerate(answers)]])
 
 
 def test_the_answers_to_visible_cases_are_computed_once_for_a_class(monkeypatch):

@@ -22,6 +22,7 @@ from minillm.teaching.grading.one_function import Job, ReadJob, RunJob, fault
 from minillm.teaching.grading.one_submission import Grader, Rules
 from minillm.teaching.grading.student_process import Told
 from minillm.teaching.grading.values import encode
+from minillm.teaching.guard import ChildExit
 
 
 def of_a_failed_runner() -> Message:
@@ -34,8 +35,8 @@ def of_a_failed_runner() -> Message:
     return message
 
 
-BEGAN: list[Message] = [Found("written"), Loaded([], []), Began(0)]
-FINISHED, KILLED = Ended(finished=True), Ended(finished=False, signal_number=9)
+BEGAN: list[Message] = [Found("written"), Loaded([]), Began(0)]
+FINISHED, KILLED = Ended(), Ended(ChildExit(signal_number=9))
 WRONG = Answered(0, encode("no answer to this case"), None, [])
 RUNS: dict[str, tuple[Told, Status, bool]] = {
     "over the wall time": (Told(BEGAN, "time: it did not end within 60 s"), Status.TIMEOUT, True),
@@ -48,17 +49,17 @@ RUNS: dict[str, tuple[Told, Status, bool]] = {
     "the runner failed": (Told([*BEGAN, of_a_failed_runner()]), Status.CRASHED, True),
     "the function was killed": (Told([*BEGAN, KILLED]), Status.CRASHED, True),
     "out of processor time": (
-        Told([*BEGAN, Ended(finished=False, signal_number=9, out_of_time=True)]),
+        Told([*BEGAN, Ended(ChildExit(signal_number=9, out_of_time=True))]),
         Status.TIMEOUT,
         False,
     ),
     "waited too long": (
-        Told([*BEGAN, Ended(finished=False, signal_number=9, idle_timeout=True)]),
+        Told([*BEGAN, Ended(ChildExit(signal_number=9, idle_timeout=True))]),
         Status.TIMEOUT,
         False,
     ),
-    "a segmentation fault": (Told([*BEGAN, Ended(finished=False, signal_number=11)]), Status.CRASHED, False),
-    "exits": (Told([*BEGAN, Ended(finished=False, exit_code=3)]), Status.CRASHED, False),
+    "a segmentation fault": (Told([*BEGAN, Ended(ChildExit(signal_number=11))]), Status.CRASHED, False),
+    "exits": (Told([*BEGAN, Ended(ChildExit(exit_code=3))]), Status.CRASHED, False),
     "no answers": (Told([*BEGAN, FINISHED]), Status.CRASHED, False),
     "wrong before it was killed": (Told([*BEGAN, WRONG, KILLED]), Status.FAILED, False),
     "not written": (Told([Found("stub"), FINISHED]), Status.NOT_ATTEMPTED, False),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -195,6 +197,13 @@ def test_names_of_files_are_safe_and_unique():
     assert len(set(made)) == len(names)
     assert made[0] == "alice"
     assert all(name[0] not in "./" and "/" not in name and len(name) < 80 for name in made)
+
+
+@pytest.mark.parametrize("name", ["zoë", "ana ", "@bob"])
+def test_no_name_is_the_hashed_name_of_another(name: str) -> None:
+    other = file_name(name)
+    assert file_name(other) != other
+    assert file_name(other).startswith(other)
 
 
 def test_a_second_run_grades_only_what_is_new(tmp_path, capsys, monkeypatch):
@@ -434,6 +443,39 @@ def test_the_modules_of_a_virtual_environment_are_no_submissions(tmp_path):
         (tmp_path / name).write_text("")
     (tmp_path / "bo" / "pyvenv.cfg").write_text("")  # made in the folder of the hand-in
     assert [file.name for file in batch.find(tmp_path)] == ["amy/02.ipynb", "bo/b.py"]
+
+
+def test_folders_behind_links_are_not_looked_into(tmp_path, monkeypatch):
+    (tmp_path / "class" / "eve").mkdir(parents=True)
+    (tmp_path / "class" / "eve" / "02.ipynb").write_text("")
+    (tmp_path / "elsewhere" / "deeper").mkdir(parents=True)
+    (tmp_path / "class" / "eve" / "x").symlink_to(tmp_path / "elsewhere")
+    looked, scan = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": looked.append(Path(path)) or scan(path))
+    assert [file.name for file in batch.find(tmp_path / "class")] == ["eve/02.ipynb"]
+    assert not [path for path in looked if "x" in path.parts or "elsewhere" in path.parts]
+
+
+def test_a_file_that_cannot_be_looked_at_is_unreadable_and_stops_no_other(tmp_path, monkeypatch):
+    """As in a folder that may be listed and not entered. Root may enter all."""
+    for name in ("ann/closed/02.ipynb", "bob/02.ipynb"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("")
+
+    def refusing(call):
+        def refuse(path, *args, **kwargs):
+            if Path(path).parent.name == "closed":
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *args, **kwargs)
+
+        return refuse
+
+    monkeypatch.setattr(Path, "stat", refusing(Path.stat))
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    files = batch.find(tmp_path)
+    assert [file.name for file in files] == ["ann/closed/02.ipynb", "bob/02.ipynb"]
+    with pytest.raises(PermissionError):
+        batch.read(files[0])
 
 
 def test_a_lesson_that_a_student_has_handed_in_nowhere_is_not_attempted(tmp_path):

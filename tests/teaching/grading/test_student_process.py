@@ -91,6 +91,39 @@ def test_the_first_mode_that_starts_is_taken_and_what_the_others_said_is_kept(
             StudentProcess(0, mode)
 
 
+WITHOUT_PROC = """
+import sys
+sys.path.insert(0, {grading!r})
+import template
+real = template._standalone
+
+def standalone(name):
+    module = real(name)
+    if name == "sandbox":
+        def {fails}(*args):
+            raise PermissionError(1, "Operation not permitted", "/proc")
+        module.{fails} = {fails}
+    return module
+
+template._standalone = standalone
+control, root, package, slot, mode = sys.argv[1:]
+template.main(template.socket.socket(fileno=int(control)), *map(template.Path, (root, package)), int(slot), mode)
+"""
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+@pytest.mark.parametrize("fails", ["drop_privileges", "adopt_orphans"])
+def test_a_mode_whose_runner_fails_is_refused_with_the_reason(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Namespaces may be allowed and a new /proc in them not. `limits` stands for every mode here."""
+    grading = str(Path(student_process.__file__).parent)
+    (tmp_path / "template.py").write_text(WITHOUT_PROC.format(grading=grading, fails=fails))
+    monkeypatch.setattr(student_process, "__file__", str(tmp_path / "student_process.py"))
+    with pytest.raises(UnsupportedError, match=r"PermissionError: .* Operation not permitted: '/proc'"):
+        StudentProcess(0, "limits")
+
+
 def framed(message: Message) -> bytes:
     data = pack(message)
     return len(data).to_bytes(4, "big") + data
@@ -112,7 +145,7 @@ def test_all_that_one_job_sends_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "message", [Loaded(["x"] * 400, []), Answered(0, pack(["list", [0] * 400]), None, [])], ids=["texts", "an answer"]
+    "message", [Loaded(["x"] * 400), Answered(0, pack(["list", [0] * 400]), None, [])], ids=["texts", "an answer"]
 )
 def test_all_values_that_one_job_sends_have_a_limit(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_ITEMS", 1_000)
@@ -154,7 +187,9 @@ ones, or shared mappings without a name or of a file in memory."""
 @pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
 @pytest.mark.parametrize("kind", ["private", "shared", "memfd"])
 @pytest.mark.parametrize(("own", "stopped"), [(1, ""), (100, "memory: its processes used more than 0.3 GiB together")])
-def test_what_processes_have_from_the_fork_is_not_counted_for_each(own: int, stopped: str, kind: str) -> None:
+def test_what_processes_have_from_the_fork_is_not_counted_for_each(
+    own: int, stopped: str, kind: str, tmp_path: Path
+) -> None:
     most = int(0.3 * (1 << 30))
     command = [sys.executable, "-c", FOUR_PROCESSES, str(own), kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as template:
@@ -162,6 +197,6 @@ def test_what_processes_have_from_the_fork_is_not_counted_for_each(own: int, sto
             assert template.stdout is not None
             for _ in range(4):
                 template.stdout.readline()
-            assert student_process._too_much(template.pid, 0.0, 60.0, most) == stopped
+            assert student_process._too_much(template.pid, 0.0, 60.0, most, tmp_path) == stopped
         finally:
             os.killpg(template.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
 
@@ -198,6 +199,36 @@ def test_a_set_or_dict_whose_members_all_collide_is_small(tag: str) -> None:
     assert len(values.decode(msgspec.msgpack.encode([tag, content[1:]]))) == values.MAX_MEMBERS
     with pytest.raises(values.ValueTooLarge, match="members"):
         values.decode(msgspec.msgpack.encode([tag, content]))
+
+
+COLLIDING = [["int", hex(((1 << 61) - 1) * n)] for n in range(1, 1_000)]
+"""Integers of the same hash."""
+
+
+@pytest.mark.parametrize("inner", ["frozenset", "tuple"])
+@pytest.mark.parametrize("outer", ["set", "dict"])
+def test_no_set_is_in_another_or_in_a_key(outer: str, inner: str) -> None:
+    """To compare two sets of colliding members takes time that is quadratic in their sizes. Those of a set of sets
+    that collide too would take minutes."""
+    sets = [["frozenset", [*COLLIDING[:32], own]] for own in COLLIDING[32:132]]
+    members = sets if inner == "frozenset" else [["tuple", [0, each]] for each in sets]
+    forged = [outer, [[each, None] for each in members] if outer == "dict" else members]
+    with pytest.raises(ValueError, match="a set in a set, or in a key"):
+        values.decode(msgspec.msgpack.encode(forged))
+    inside = frozenset({1}) if inner == "frozenset" else (0, frozenset({1}))
+    with pytest.raises(ValueError, match="a set in a set, or in a key"):
+        values.encode({inside} if outer == "set" else {inside: None})
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_map_is_refused_before_it_is_made(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of a map may be arrays, which become tuples, and all of them may have one hash."""
+    monkeypatch.setattr(msgspec.msgpack, "decode", lambda data: pytest.fail("it was made"))
+    prime = (1 << 61) - 1
+    keys = itertools.product([prime * n for n in range(-4, 5)], repeat=5)
+    forged = msgspec.msgpack.encode(dict.fromkeys(itertools.islice(keys, 1_000)))
+    with pytest.raises(ValueError, match="a map"):
+        values.decode(b"\x91" * depth + forged)
 
 
 @given(plain)

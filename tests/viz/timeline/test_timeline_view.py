@@ -267,6 +267,21 @@ def test_pages_and_timeline_call_what_an_interrupt_cost_recomputed():
     assert "(recompute 10 of 11)" in CachePagesView(s.trace).describe()
 
 
+def test_pages_and_timeline_call_what_a_failed_step_had_computed_recomputed():
+    """Its request keeps its blocks, and the next step runs the same tokens."""
+    s = Script(4, 20)
+    s.add("a", "def f():", 12)
+    s.step(prefill("a", 4))
+    s.step(prefill("a", 4))
+    s.books["a"].num_computed = 4
+    s.step(prefill("a", 4))
+    s.step(prefill("a", 4))
+    [row] = timeline_of(s.trace).rows
+    assert kinds(row) == "prefill prefill recompute prefill"
+    called = [re.search("recompute|prefill", CachePagesView(s.trace).describe(step))[0] for step in range(1, 5)]
+    assert " ".join(called) == kinds(row)
+
+
 def test_a_request_aborted_before_it_could_run_ends_where_it_arrives():
     s = Script(gamma=0)
     s.add("early", "def early():", 4)

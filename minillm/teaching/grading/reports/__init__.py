@@ -8,7 +8,7 @@ from pathlib import Path
 from minillm.teaching.grading.grades import Status, Submission
 from minillm.teaching.grading.reports import gradescope, page, summary, tables
 from minillm.teaching.grading.reports.names import file_name
-from minillm.teaching.write_file import write_file
+from minillm.whole_file import write_whole_file
 
 ISOLATION = {
     "namespaces": "Each function ran in its own namespaces: no network, its own process numbers, an empty folder to "
@@ -30,15 +30,15 @@ def write_all(graded: Sequence[Submission], out: Path, alike: float) -> list[str
     """
     names = {submission.file: file_name(submission.file) for submission in graded}
     was_written = (out / "grades.json").exists()
-    write_file(out / "grades.csv", tables.csv_of(graded).encode("utf-8-sig"))  # with its mark Excel reads UTF-8
-    write_file(out / "grades.json", tables.json_of(graded))
-    write_file(out / "junit.xml", tables.junit_of(graded))
+    write_whole_file(out / "grades.csv", tables.csv_of(graded).encode("utf-8-sig"))  # with its mark Excel reads UTF-8
+    write_whole_file(out / "grades.json", tables.json_of(graded))
+    write_whole_file(out / "junit.xml", tables.junit_of(graded))
     for folder in ("gradescope", "students"):
         (out / folder).mkdir(exist_ok=True)
     for submission in graded:
-        write_file(out / "gradescope" / f"{names[submission.file]}.json", gradescope.results(submission))
+        write_whole_file(out / "gradescope" / f"{names[submission.file]}.json", gradescope.results(submission))
     pages = page.write_students(graded, out / "students")
-    write_file(out / "index.html", summary.page_of(graded, pages, ISOLATION, alike))
+    write_whole_file(out / "index.html", summary.page_of(graded, pages, ISOLATION, alike))
     if was_written:
         _remove(out / "gradescope", "*.json", {f"{name}.json" for name in names.values()})
         _remove(out / "students", "*.html", set(pages.values()))

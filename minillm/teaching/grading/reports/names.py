@@ -9,8 +9,9 @@ MAX_NAME = 60
 
 
 def file_name(name: str) -> str:
-    """Letters, digits, dots and dashes of `name`, and where anything was lost the start of its hash."""
+    """Letters, digits, dots and dashes of `name`, and the start of its hash where anything was lost, or where `name`
+    ends like a hash."""
     safe = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._") or "unnamed"
-    if safe == name and len(safe) <= MAX_NAME:
+    if safe == name and len(safe) <= MAX_NAME and not re.search(r"-[0-9a-f]{8}$", name):
         return safe
     return f"{safe[:MAX_NAME]}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
 from minillm.teaching.grading.reports.names import file_name
-from minillm.teaching.write_file import write_file
+from minillm.whole_file import write_whole_file
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -47,7 +47,7 @@ def write_students(graded: Sequence[Submission], folder: Path) -> dict[str, str]
         by_student.setdefault(submission.student, []).append(submission)
     pages = {student: f"{file_name(student)}.html" for student in by_student}
     for student, submissions in by_student.items():
-        write_file(folder / pages[student], page_of(student, submissions))
+        write_whole_file(folder / pages[student], page_of(student, submissions))
     return pages
 
 

@@ -7,14 +7,17 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole_file(path: Path, text: str, part: Path) -> None:
-    """Write `text` to `part`, then rename that to `path`. With `part` equal to `path` it is written in place.
+def write_whole_file(path: Path, text: str | bytes, part: Path | None = None) -> None:
+    """Write `text` to `part`, by default a file beside `path`, then rename that to `path`. With `part` equal to `path`
+    it is written in place.
 
     Raises `OSError`, which names the file, also if the disk is full; then no `part` is left.
     """
+    part = part or path.with_name(f"{path.name}.part")
+    data = text.encode() if isinstance(text, str) else text
     try:
-        with part.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with part.open("wb") as stream:
+            stream.write(data)
             if part != path:  # a device need not take it
                 stream.flush()
                 os.fsync(stream.fileno())
