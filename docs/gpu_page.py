@@ -91,8 +91,12 @@ def gpu_words() -> str:
     about += ["earlier weights"] * (not is_of_bundled_weights(newest_run("bundled")))
     ours = _metric("bundled", "minillm fp32, decode")["value"]
     int8 = "INT8 weights" + " (the unembedding in 16 bits)" * _only_layers_in_int8(decode)
-    missed = [m for name in RUNS for m in _missed(name)]
-    misses = [f"{WORDS.get(m['name'], m['name'])} ({m['value']:.2f}, asked {m['target']})" for m in missed]
+    misses = [
+        f"{WORDS.get(m['name'], m['name'])} ({'; '.join((f'{value:.2f}, asked {target}', *_origin(stage, run)))})"
+        for name in RUNS
+        for stage, m in _missed(name)
+        for value, target in [(m["value"], m["target"])]
+    ]
     text = (
         f"On one {_gpu(run)}, `minillm bench gpu` (revision {revision(load(run))}) found every kernel within the "
         f"rounding of its reference{_aside('check', run)}, and the same tokens with CUDA graphs as "
@@ -136,7 +140,7 @@ def _about(run: str) -> str:
     hardware, versions = result["hardware"], result["versions"]
     gpu = hardware["gpu"]
     weights = "" if is_of_bundled_weights(run) else f" The bundled model was measured {EARLIER}."
-    missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for m in _missed(run)]
+    missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for _, m in _missed(run)]
     text = (
         f"{gpu['name']} ({gpu['total'] / 2**30:.0f} GiB), host {hardware['cpu']['name']}, PyTorch {versions['torch']}, "
         f"Triton {versions['triton']}, revision {revision(result)} (`benchmarks/{run}.json`).{_cut(run)}{weights}"
@@ -225,9 +229,9 @@ def _shortened(note: str) -> str:
     return note.splitlines()[0].replace("|", "\\|")
 
 
-def _missed(run: str) -> list[Result]:
-    """The metrics that missed their target, of the stages that are taken from a run."""
-    return [m for stage in _shown(run) for m in stage["metrics"] if m["met"] is False]
+def _missed(run: str) -> list[tuple[str, Result]]:
+    """The metrics that missed their target, of the stages that are taken from a run, with the name of the stage."""
+    return [(stage["name"], m) for stage in _shown(run) for m in stage["metrics"] if m["met"] is False]
 
 
 def _shown(run: str) -> list[Result]:

@@ -376,7 +376,7 @@ def test_a_verdict_on_an_idea_that_no_longer_holds_is_not_written(
 
 def test_what_a_gpu_missed_is_named_in_words_and_large_figures_have_no_exponent(figures: ModuleType) -> None:
     page = importlib.import_module("gpu_page")
-    assert all(metric["name"] in page.WORDS for run in page.RUNS for metric in page._missed(run))
+    assert all(metric["name"] in page.WORDS for run in page.RUNS for _, metric in page._missed(run))
     shown = [page._digits(value, 3) for value in (0.75, 12.34, 99.96, 999.9, 36176.2)]
     assert shown == ["0.75", "12.3", "100", "1,000", "36,176"]
 

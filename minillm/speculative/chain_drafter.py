@@ -44,6 +44,7 @@ def warn_of_broken_logits(drafter: Drafter, problem: NonFiniteLogitsError) -> No
 class ChainDrafter(Drafter):
     """The base of drafters that run a model. All requests form one batch, with one forward per draft."""
 
+    runs_model = True
     min_survival = 0.0
     """Chains may end before the draft with which their estimated probability of surviving falls below this."""
 

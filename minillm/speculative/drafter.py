@@ -40,8 +40,7 @@ class Draft:
 
 
 NO_DRAFT = Draft([])
-"""Returned, as this very object, where no model was run: by a lookup that finds nothing, for example. With any other
-draft without tokens, a model has run, and an adaptive policy counts its time as lost."""
+"""No draft, and no model was run for it, so it took next to no time. See `Drafter.runs_model`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,9 @@ class Drafter(ABC):
     """A dataclass with the options of this method in `speculative_config`. It validates itself on construction. If it
     has a method `check_target(target: TargetInfo) -> int | None`, that is called before any model is loaded, to refuse
     options that do not fit the target. It returns `max_drafts`."""
+    runs_model: ClassVar[bool] = False
+    """Whether it runs a model. Then an adaptive policy counts a round without a draft as time lost, unless `propose`
+    has returned `NO_DRAFT`, this very object. A lookup that finds nothing costs next to nothing, and loses nothing."""
     proposes_trees: ClassVar[bool] = False
     """Whether it may propose trees, which only some cache layouts can verify."""
     needs_blocks: ClassVar[bool] = False
@@ -117,8 +119,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`;
-        `NO_DRAFT` if there are none and no model was run for it.
+        """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`.
 
         The request's block table already has blocks for all of them.
         """
@@ -163,8 +164,12 @@ class Drafter(ABC):
         """Called when a request has ended, for any reason."""
 
 
-def check_proposed(drafter: Drafter, drafts: Sequence[Draft], num_drafts: Sequence[int]) -> None:
-    """Raise `DraftError` unless `drafter` has proposed one draft per request, at most as long as was asked for."""
+def propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+    """The drafts of `drafter`; `NO_DRAFT` for each that took no time.
+
+    Raises `DraftError` unless there is one draft per request, at most as long as was asked for.
+    """
+    drafts = drafter.propose(requests, num_drafts)
     name = type(drafter).__name__
     if len(drafts) != len(num_drafts):
         raise DraftError(f"{name} proposed {len(drafts)} drafts for {len(num_drafts)} requests; return one for each")
@@ -174,3 +179,4 @@ def check_proposed(drafter: Drafter, drafts: Sequence[Draft], num_drafts: Sequen
                 f"{name} proposed {len(draft.token_ids)} drafts where at most {most} were asked for; there are no "
                 "cache blocks for more"
             )
+    return [draft if draft.token_ids or drafter.runs_model else NO_DRAFT for draft in drafts]

@@ -19,12 +19,14 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from minillm.request import Request
-from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, check_proposed
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, propose
 from minillm.speculative.rejection_sampler import Verdict
 
 
 class FallbackDrafter(Drafter):
     """Asks `first`, then `second` for the requests for which `first` proposed fewer than `below` drafts."""
+
+    runs_model = True  # or not: `NO_DRAFT` of both remains one
 
     def __init__(self, first: Drafter, second: Drafter, max_first: int, max_second: int, below: int) -> None:
         self.first, self.second = first, second
@@ -38,7 +40,8 @@ class FallbackDrafter(Drafter):
         """Most drafts of a request by each, if a draft policy (`FallbackDrafts`) says so."""
         self.made: WeakKeyDictionary[Request, tuple[int | None, int | None]] = WeakKeyDictionary()
         """How many drafts each had in the latest round of a request: 0 if it ran a model and had none. None if the
-        round says nothing of it: it was not asked, had `NO_DRAFT`, or its draft was replaced."""
+        round says nothing of it: it was not asked, had `NO_DRAFT`, or its draft was replaced. The time of a replaced
+        draft counts as that of the other method, because what the draft was worth is not known."""
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
@@ -101,8 +104,7 @@ def _propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence
     asked = [i for i, most in enumerate(num_drafts) if most]
     drafts = [NO_DRAFT] * len(requests)
     if asked:
-        found = drafter.propose([requests[i] for i in asked], [num_drafts[i] for i in asked])
-        check_proposed(drafter, found, [num_drafts[i] for i in asked])
+        found = propose(drafter, [requests[i] for i in asked], [num_drafts[i] for i in asked])
         for i, draft in zip(asked, found, strict=True):
             drafts[i] = draft
     return drafts

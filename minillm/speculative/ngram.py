@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from minillm.config import at_least
 from minillm.errors import ConfigError
 from minillm.request import Request
-from minillm.speculative.drafter import NO_DRAFT, Draft, DraftContext, Drafter
+from minillm.speculative.drafter import Draft, DraftContext, Drafter
 
 TOKEN_BYTES = array("i").itemsize
 """Bytes per token id in `NgramDrafter._texts`."""
@@ -69,8 +69,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
-        found = [self.guess(request, [], most) for request, most in zip(requests, num_drafts, strict=True)]
-        return [Draft(tokens) if tokens else NO_DRAFT for tokens in found]
+        return [Draft(self.guess(request, [], most)) for request, most in zip(requests, num_drafts, strict=True)]
 
     def guess(self, request: Request, drafts: Sequence[int], most: int) -> list[int]:
         """At most `most` tokens that may follow the request's tokens and `drafts`."""

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 from minillm.config import at_least, in_range
 from minillm.request import Request
-from minillm.speculative.drafter import NO_DRAFT, Draft, DraftContext, Drafter
+from minillm.speculative.drafter import Draft, DraftContext, Drafter
 from minillm.speculative.suffix_trie import SuffixTrie
 
 BOUNDARY = -1
@@ -94,8 +94,7 @@ class SuffixDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
-        found = [self._draft(request, most) for request, most in zip(requests, num_drafts, strict=True)]
-        return [Draft(tokens) if tokens else NO_DRAFT for tokens in found]
+        return [Draft(self._draft(request, most)) for request, most in zip(requests, num_drafts, strict=True)]
 
     def request_dropped(self, request: Request) -> None:
         """See `Drafter.request_dropped`."""

@@ -52,7 +52,7 @@ it was not trained on. At temperature 0, then at temperature 1 (Σ min(p, q)):
 
 Tokens per round is {_tokens_per_round(facts)},
 averaged over all places of the text, not over those where rounds begin. The numbers here are also in
-`training.json`. `minillm train --stages {method}` trains such a drafter.
+`training.json`. `minillm train --stages corpus {method} --target {target}` trains such a drafter.
 """
 
 

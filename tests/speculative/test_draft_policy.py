@@ -23,7 +23,7 @@ from minillm.speculative.adaptive_drafts import (
     AdaptiveDrafts,
 )
 from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
-from minillm.speculative.drafter import NO_DRAFT
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, propose
 from minillm.speculative.ngram import NgramDrafter
 from minillm.speculative.step_costs import StepCosts, isotonic_costs
 from minillm.speculative.step_times import SETTLING_STEPS
@@ -369,10 +369,23 @@ def test_what_drafts_add_is_right_for_any_number_of_them() -> None:
         assert policy._step_ratio(1, count, [request], 1) == pytest.approx(1 + count, rel=0.05)
 
 
-def test_a_lookup_that_finds_nothing_returns_what_does_not_count() -> None:
-    for drafter in (NgramDrafter(2, 3), SuffixDrafter(SuffixOptions())):
-        [draft] = drafter.propose([a_request()], [4])
+class OwnLookup(Drafter):
+    """Finds nothing, like a class that somebody writes for a first try."""
+
+    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        return [Draft([]) for _ in requests]
+
+
+class OwnModel(OwnLookup):
+    runs_model = True
+
+
+def test_a_lookup_that_finds_nothing_does_not_count() -> None:
+    for drafter in (NgramDrafter(2, 3), SuffixDrafter(SuffixOptions()), OwnLookup()):
+        [draft] = propose(drafter, [a_request()], [4])
         assert draft is NO_DRAFT
+    [draft] = propose(OwnModel(), [a_request()], [4])
+    assert draft is not NO_DRAFT and draft.token_ids == []
 
 
 class SeenSteps(FixedDrafts):

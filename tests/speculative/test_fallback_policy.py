@@ -25,15 +25,12 @@ CHEAP, DEAR = StepCosts({1: 1.0, 64: 2.0}), StepCosts({1: 1.0, 64: 2.0}, 0.0, 1.
 class Some(Drafter):
     """Proposes a given number of drafts for each request, if it may."""
 
-    none = NO_DRAFT
-    """Instead of 0 drafts."""
-
     def __init__(self, *lengths: int) -> None:
         self.lengths, self.asked = lengths, []
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         self.asked.append((len(requests), list(num_drafts)))
-        return [Draft([7] * min(n, m)) if n else self.none for n, m in zip(self.lengths, num_drafts, strict=False)]
+        return [Draft([7] * min(n, m)) for n, m in zip(self.lengths, num_drafts, strict=False)]
 
 
 def a_request(name: str = "a") -> Request:
@@ -97,7 +94,7 @@ def test_a_verdict_counts_for_the_method_that_proposed() -> None:
 
 def test_a_round_without_drafts_counts_for_a_model_that_ran_and_never_for_a_lookup() -> None:
     drafter, policy = both(0, 0)
-    drafter.second.lengths, drafter.second.none = (0, 0), Draft([])
+    drafter.second.lengths, drafter.second.runs_model = (0, 0), True
     one, other = a_request("one"), a_request("other")
     before = policy.first.survival(one)
     drafter.limits.update({one: (4, 3), other: (4, 0)})
@@ -118,7 +115,7 @@ def test_a_round_without_drafts_counts_for_a_model_that_ran_and_never_for_a_look
 def test_a_model_that_had_no_draft_is_told_so_where_the_other_method_had_one(model_first: bool) -> None:
     """Else it would be asked on, and its time would count as that of the other, a lookup."""
     model, lookup = (Some(0), AdaptiveDrafts(4, DEAR)), (Some(1), AdaptiveDrafts(4, CHEAP))
-    model[0].none = Draft([])
+    model[0].runs_model = True
     first, second = (model, lookup) if model_first else (lookup, model)
     drafter, request = FallbackDrafter(first[0], second[0], 4, 4, below=3), a_request()
     policy = FallbackDrafts(drafter, first[1], second[1])

@@ -45,7 +45,7 @@ def launch(
         KernelError: `function` is not a kernel; or the kernel raised an error, or its result depends on a masked lane
             that was loaded without `other`.
         OutOfBoundsError: the kernel accessed memory behind a tensor or in front of one.
-        LessonError: the kernel has other parameters.
+        LessonError: the kernel has other parameters, or Triton cannot run.
     """
     kernel = accepted(function)
     tensors = [fence.tensor for fence in fences.fences]

@@ -38,6 +38,7 @@ def run_fenced(
         KernelError: it is not a kernel, or raised an error, or its result depends on a masked lane that was loaded
             without `other`.
         OutOfBoundsError: it wrote outside a result or accessed a wall.
+        LessonError: Triton cannot run.
     """
     kernel = accepted(kernel)
     fences = Fences(DEVICE)

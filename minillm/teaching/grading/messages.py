@@ -2,8 +2,8 @@
 
 They say what was found and what each call did; never whether it is right. A submission can forge all but the first
 message of a job, which is sent before any of its code runs. To forge an answer it would have to know the right one. But
-what is measured beside a call is only as true as the process that measures it: the inputs that changed, and what the
-drives of lessons 08 and 09 find out about a kernel's reads and writes.
+what is measured beside a call is only as true as the process that measures it: the inputs that changed, how large
+tensors were, how often a model ran, and what a kernel has read and written.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -115,18 +116,21 @@ def own_processes() -> None:
 def empty_folder(root: Path) -> Path:
     """A new folder below `root`, which is emptied first, as the current one: for a process without namespaces."""
     empty(root)
-    root.chmod(0o711)
     folder = Path(tempfile.mkdtemp(dir=root))
     os.chdir(folder)
     return folder
 
 
 def empty(root: Path) -> None:
-    """Remove all that is in `root`: by programs of the system, for folders may be nested more deeply than Python's
-    recursion goes, or be closed to their owner."""
-    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-        if left := list(root.iterdir()):
-            subprocess.run([*command, "--", *left], stderr=subprocess.DEVNULL)
+    """Remove all that is in `root`, as far as that is possible: by programs of the system, for folders may be nested
+    more deeply than Python's recursion goes, or be closed to their owner, as may `root`."""
+    delete = ["find", root, "-mindepth", "1", "-delete"]
+    for command in (delete, ["chmod", "-R", "u+rwx", root], delete):
+        with suppress(OSError):
+            root.chmod(0o711)
+            if not any(root.iterdir()):
+                return
+        subprocess.run(command, stderr=subprocess.DEVNULL)
 
 
 def die_with_parent() -> None:

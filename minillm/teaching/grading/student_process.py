@@ -199,7 +199,7 @@ def _too_much(template: int, seconds: float, wall_seconds: float, memory: int, f
     if used > memory:
         return f"memory: its processes used more than {memory / (1 << 30):g} GiB together"
     if _size(folder, SCRATCH_BYTES) > SCRATCH_BYTES:
-        return f"files: it wrote more than {SCRATCH_BYTES >> 20} MiB of files"
+        return f"files: it wrote more than {SCRATCH_BYTES >> 20} MiB of files, or folders that cannot be counted"
     return ""
 
 

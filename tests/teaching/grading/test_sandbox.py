@@ -1,15 +1,17 @@
-"""No way leads to the answers, through links either."""
+"""No way leads to the answers, through links either; and what a submission leaves behind is removed."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import minillm
+from minillm.teaching.grading import sandbox
 from tests.teaching.grading.isolation import possible
 
 GRADING = Path(minillm.__file__).resolve().parent / "teaching" / "grading"
@@ -124,3 +126,20 @@ print(*(resource.getrlimit(kind) for kind in kinds))
 def test_a_limit_of_the_machine_that_is_lower_stays() -> None:
     done = subprocess.run([sys.executable, "-I", "-c", LIMITED, str(GRADING)], capture_output=True, text=True)
     assert done.stdout == "(100, 100) (100, 100)\n", done.stderr
+
+
+def test_a_folder_that_was_closed_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner may close it, and then cannot list it. Root can, so a refusal is planted."""
+    listed = Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        if not folder.stat().st_mode & 0o500:
+            raise PermissionError(folder)
+        return listed(folder)
+
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").touch()
+    tmp_path.chmod(0)
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    sandbox.empty(tmp_path)
+    assert not list(tmp_path.iterdir())
