@@ -24,7 +24,7 @@ from minillm.ops.transfer import indices_on_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.draft_policy import DraftPolicy
-from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, propose
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, checked_drafts
 from minillm.speculative.rejection_sampler import EXACT, Rule, Verdict, check_tree
 from minillm.tokenizer import Tokenizer
 from minillm.trace import (
@@ -204,7 +204,7 @@ class Engine:
         if self.drafter is None or not wanted:
             return
         num_drafts = [item.num_drafts for item in wanted]
-        drafts = propose(self.drafter, [item.request for item in wanted], num_drafts)
+        drafts = checked_drafts(self.drafter, [item.request for item in wanted], num_drafts)
         for item, draft in zip(wanted, drafts, strict=True):
             self._check_draft(draft)
             item.draft = draft

@@ -164,7 +164,7 @@ class Drafter(ABC):
         """Called when a request has ended, for any reason."""
 
 
-def propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+def checked_drafts(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
     """The drafts of `drafter`; `NO_DRAFT` for each that took no time.
 
     Raises `DraftError` unless there is one draft per request, at most as long as was asked for.

@@ -19,14 +19,14 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from minillm.request import Request
-from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, propose
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, checked_drafts
 from minillm.speculative.rejection_sampler import Verdict
 
 
 class FallbackDrafter(Drafter):
     """Asks `first`, then `second` for the requests for which `first` proposed fewer than `below` drafts."""
 
-    runs_model = True  # or not: `NO_DRAFT` of both remains one
+    runs_model = True  # so that an empty draft of either method stays what it is
 
     def __init__(self, first: Drafter, second: Drafter, max_first: int, max_second: int, below: int) -> None:
         self.first, self.second = first, second
@@ -104,7 +104,7 @@ def _propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence
     asked = [i for i, most in enumerate(num_drafts) if most]
     drafts = [NO_DRAFT] * len(requests)
     if asked:
-        found = propose(drafter, [requests[i] for i in asked], [num_drafts[i] for i in asked])
+        found = checked_drafts(drafter, [requests[i] for i in asked], [num_drafts[i] for i in asked])
         for i, draft in zip(asked, found, strict=True):
             drafts[i] = draft
     return drafts

@@ -23,7 +23,7 @@ from minillm.speculative.adaptive_drafts import (
     AdaptiveDrafts,
 )
 from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
-from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, propose
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, checked_drafts
 from minillm.speculative.ngram import NgramDrafter
 from minillm.speculative.step_costs import StepCosts, isotonic_costs
 from minillm.speculative.step_times import SETTLING_STEPS
@@ -382,9 +382,9 @@ class OwnModel(OwnLookup):
 
 def test_a_lookup_that_finds_nothing_does_not_count() -> None:
     for drafter in (NgramDrafter(2, 3), SuffixDrafter(SuffixOptions()), OwnLookup()):
-        [draft] = propose(drafter, [a_request()], [4])
+        [draft] = checked_drafts(drafter, [a_request()], [4])
         assert draft is NO_DRAFT
-    [draft] = propose(OwnModel(), [a_request()], [4])
+    [draft] = checked_drafts(OwnModel(), [a_request()], [4])
     assert draft is not NO_DRAFT and draft.token_ids == []
 
 
