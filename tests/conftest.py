@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from _pytest.terminal import TerminalReporter
 from hypothesis import settings
 
+from minillm.engine.engine import Engine
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import save_llama
@@ -130,6 +132,26 @@ def every_draft() -> Iterator[None]:
     assert speculative_config.ADAPTIVE is SHIPPED_ADAPTIVE
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculative_config, "ADAPTIVE", False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_block_comes_back() -> Iterator[None]:
+    """Whenever an engine has become idle, no block of its pool has an owner, and all are accounted for."""
+
+    def checked(change: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(change)
+        def call(engine: Engine, *args: object) -> object:
+            found = change(engine, *args)
+            if not engine.requests and not engine._in_step.locked():
+                engine.scheduler.check_integrity()
+            return found
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("step", "abort"):
+            patch.setattr(Engine, name, checked(getattr(Engine, name)))
         yield
 
 

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import pytest
+from nbformat.sign import NotebookNotary
 
 import minillm
 from minillm import cli, complete
@@ -20,6 +22,7 @@ from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.build import Stale
 from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.guard import Limits
+from minillm.teaching.notebook import to_text
 from minillm.trace import Trace
 from minillm.trace.request_metrics import RequestMetrics
 from minillm.viz.terminal.two_engines import watch
@@ -318,7 +321,8 @@ def test_lab_copies_a_lesson_again_that_it_could_not_write_to_the_end(problem, i
     assert (mine / "00_tour.ipynb").read_text() == "shipped tour"
 
 
-def test_lab_copies_no_solutions_unless_they_are_asked_for(installed, tmp_path):
+def test_lab_copies_no_solutions_unless_they_are_asked_for(installed, tmp_path, monkeypatch):
+    monkeypatch.setattr(lab, "trust_copies", lambda source, target: None)
     (installed / "_solutions").mkdir()
     (installed / "_solutions" / "02_kv_cache.ipynb").write_text("solved, see ../lessons/glossary.md")
     folder = lab.lessons_folder(tmp_path / "mine", installed)
@@ -333,19 +337,30 @@ def test_lab_says_when_a_package_carries_no_solved_lessons(installed, tmp_path):
         lab.solutions_folder(tmp_path, installed)
 
 
-def test_lab_works_in_place_in_a_clone(tmp_path):
-    (tmp_path / "lessons").mkdir()
+def test_lab_copies_in_a_clone_too(tmp_path, monkeypatch):
+    for folder in ("lessons", "solutions"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "00_tour.ipynb").write_text(folder)
     (tmp_path / "pyproject.toml").write_text("")
-    (tmp_path / "lessons" / "00_tour.ipynb").write_text("tour")
-    assert lab.lessons_folder(None, tmp_path / "minillm") == tmp_path / "lessons"
+    monkeypatch.setattr(lab, "trust_copies", lambda source, target: None)
+    monkeypatch.chdir(tmp_path)
+    folder = lab.lessons_folder(None, tmp_path / "minillm")
+    assert folder == tmp_path / "minillm-lessons"
+    assert (folder / "00_tour.ipynb").read_text() == "lessons"
+    assert (lab.solutions_folder(folder, tmp_path / "minillm") / "00_tour.ipynb").read_text() == "solutions"
 
 
-def test_lab_copies_in_a_clone_only_if_a_folder_is_named(tmp_path):
-    (tmp_path / "lessons").mkdir()
-    (tmp_path / "pyproject.toml").write_text("")
-    (tmp_path / "lessons" / "00_tour.ipynb").write_text("tour")
-    assert lab.lessons_folder(tmp_path / "mine", tmp_path / "minillm") == tmp_path / "mine"
-    assert (tmp_path / "mine" / "00_tour.ipynb").read_text() == "tour"
+def test_jupyterlab_trusts_solved_lessons_as_they_were_copied(tmp_path, monkeypatch):
+    """What it does not trust it shows without pictures."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    folder = lab.lessons_folder(tmp_path / "mine")
+    changed, kept = (folder / "solutions" / name for name in ("00_tour.ipynb", "02_kv_cache.ipynb"))
+    changed.parent.mkdir()
+    changed.write_text(to_text(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])))
+    lab.solutions_folder(folder)
+    with NotebookNotary() as notary:
+        trusted = [notary.check_signature(nbformat.read(file, as_version=4)) for file in (changed, kept)]
+    assert trusted == [False, True]
 
 
 def test_lab_copies_into_its_own_folder_if_none_is_named(installed, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from minillm.errors import ConfigError, UnsupportedError
 EXAMPLES = """\
   minillm lab
   minillm lab 02                    open lesson 02
-  minillm lab --dir ~/course        work on copies in ~/course
+  minillm lab --dir ~/course        copy the lessons to ~/course
   minillm lab --solutions           also copy the solved lessons, for teachers
   minillm lab --complete            complete code with the models of the lessons
   minillm lab --no-open             only copy the lessons and print their folder
@@ -27,7 +27,7 @@ COPIES = Path("minillm-lessons")
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("lesson", nargs="?", default="", help="number or name of the lesson (default: the first)")
-    where = f"copy the lessons to DIR (default: ./{COPIES}, or no copy inside a clone)"
+    where = f"copy the lessons to DIR (default: ./{COPIES})"
     parser.add_argument("--dir", type=user_path, help=where)
     solutions = "also copy the solved lessons, to the folder 'solutions' in DIR"
     parser.add_argument("--solutions", action="store_true", help=solutions)
@@ -38,7 +38,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find or copy the lessons, then run JupyterLab until it is stopped."""
+    """Copy the lessons that are not there yet, then run JupyterLab until it is stopped."""
     if args.no_open:
         for name, given in (("--jupyter", args.jupyter), ("--complete", args.complete)):
             if given:
@@ -85,15 +85,12 @@ def clone_folder(name: str, package: Path = PACKAGE) -> Path | None:
 
 
 def lessons_folder(copies: Path | None, package: Path = PACKAGE, lesson: str = "") -> Path:
-    """The folder of lessons to open: copies in `copies`, or if that is None, a clone's own or copies in `COPIES`.
+    """The folder of lessons to open: `copies`, or if that is None, `COPIES`. Lessons that it lacks are copied there.
 
     Raises `UnsupportedError` if there are no lessons to copy, `ConfigError` if they cannot be copied there, or if none
     of them, nor of the notebooks that are there, is `lesson` (see `find_lesson`); then nothing is copied.
     """
-    clone = clone_folder("lessons", package)
-    if clone is not None and copies is None:
-        return clone
-    source = clone or package / "_lessons"
+    source = clone_folder("lessons", package) or package / "_lessons"
     if not source.is_dir():
         raise UnsupportedError(f"{source} does not exist: this copy of minillm carries no lessons; install it again")
     target = copies or COPIES
@@ -112,21 +109,39 @@ def lessons_folder(copies: Path | None, package: Path = PACKAGE, lesson: str = "
 
 
 def solutions_folder(lessons: Path, package: Path = PACKAGE) -> Path:
-    """The folder of solved lessons: a clone's own if `lessons` are the clone's, else copies in `lessons/solutions`.
+    """The folder of solved lessons: copies in `lessons/solutions`, which JupyterLab trusts. In a notebook that it does
+    not trust it shows the words of a picture, without the picture.
 
     Raises `UnsupportedError` if there are none to copy, `ConfigError` if they cannot be copied there.
     """
-    clone = clone_folder("solutions", package)
-    if clone is not None and lessons == clone.parent / "lessons":
-        return clone
-    source, target = clone or package / "_solutions", lessons / "solutions"
+    source, target = clone_folder("solutions", package) or package / "_solutions", lessons / "solutions"
     if not source.is_dir():
         raise UnsupportedError(f"{source} does not exist: this copy of minillm carries no solved lessons")
     try:
-        copy_new(source, target, "*.ipynb", lambda data: data.replace(b"../lessons/glossary", b"../glossary"))
+        copy_new(source, target, "*.ipynb", _beside_lessons)
     except OSError as problem:
         raise ConfigError(f"the solved lessons cannot be copied to {target} ({problem.strerror or problem})") from None
+    trust_copies(source, target)
     return target
+
+
+def _beside_lessons(notebook: bytes) -> bytes:
+    """A solved lesson for a folder inside that of the lessons."""
+    return notebook.replace(b"../lessons/glossary", b"../glossary")
+
+
+def trust_copies(source: Path, target: Path) -> None:
+    """Let JupyterLab trust the solved lessons of `target`, but none that was changed since it was copied."""
+    if importlib.util.find_spec("nbformat") is None:
+        return  # neither is JupyterLab installed
+    import nbformat
+    from nbformat.sign import NotebookNotary
+
+    with NotebookNotary() as notary:
+        for file in source.glob("*.ipynb"):
+            copy = (target / file.name).read_bytes()
+            if copy == _beside_lessons(file.read_bytes()):
+                notary.sign(nbformat.reads(copy.decode(), as_version=nbformat.NO_CONVERT))
 
 
 def copy_new(
@@ -177,7 +192,7 @@ def _matching(folder: Path, name: str) -> list[Path]:
 
 COMMAND = Command(
     "lab",
-    "Open JupyterLab on a lesson; outside a clone on copies of the lessons, which are never overwritten.",
+    "Open JupyterLab on copies of the lessons, which are never overwritten.",
     EXAMPLES,
     options,
     run,

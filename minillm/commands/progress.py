@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from minillm.commands.command import Command
-from minillm.commands.lab import COPIES, clone_folder, user_path
+from minillm.commands.lab import COPIES, user_path
 from minillm.errors import ConfigError
 
 EXAMPLES = """\
@@ -18,7 +18,7 @@ PATTERN = "[0-9][0-9]_*.ipynb"
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    where = f"folder of notebooks (default: ./{COPIES}, or inside a clone its own lessons)"
+    where = f"folder of notebooks (default: ./{COPIES})"
     parser.add_argument("folder", nargs="?", type=user_path, help=where)
 
 
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def notebooks(folder: Path | None) -> list[Path]:
-    """The lessons in `folder`, or where `minillm lab` would open them. Raises `ConfigError` if there are none."""
-    place = folder or clone_folder("lessons") or COPIES
+    """The lessons in `folder`, or where `minillm lab` opens them. Raises `ConfigError` if there are none."""
+    place = folder or COPIES
     if found := sorted(file for file in place.glob(PATTERN) if file.is_file()):
         return found
     raise ConfigError(f"{place} has no notebook of a lesson; name the folder, or copy the lessons: minillm lab")

@@ -81,7 +81,7 @@ def _check(root: Path, lesson: Lesson) -> list[Stale]:
         source = lesson.source.relative_to(root)
         return [Stale(source, reason, f"{fix}, after correcting the number of the lesson") for reason in cited]
     if read_text(lesson.lesson) != to_text(for_learner(recorded)):
-        return [Stale(learner, "it differs from what its source gives, or is missing", fix)]
+        return [Stale(learner, "it differs from what its source gives (building writes over it), or is missing", fix)]
     return []
 
 

@@ -1,6 +1,6 @@
 """`of_vllm`: watch a real vLLM. Its scheduler's decisions become this project's events, so every picture draws them.
 
-    with minillm.trace.of_vllm(llm) as trace:
+    with of_vllm(llm) as trace:
         llm.generate(prompts, params)
     CachePagesView(trace)
 
