@@ -7,7 +7,6 @@ is typed. A verdict that the figures of its line can refute has a condition: whe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,7 +30,6 @@ from technique_figures import (
     mean_speed_up,
     numbers,
     on_long_files,
-    printed,
     recalled,
     recalled_from,
     speed_up,
@@ -69,6 +67,10 @@ GROUPS_OF_32 = r"INT4, groups of 32\s+([\d.]+) bits\s+KL\s+([\d.]+)"
 
 BOTH_IN_FOUR_BITS = r"\nboth\s+(\d+) of\s+(\d+) accepted"
 
+SPIRE_AFTER_MAGICDEC = r"\n +MagicDec +([\d.]+)×.*\n +SPIRe +([\d.]+)×"
+
+KL_AND_LK = r"trained by KL ([\d.]+), trained on acceptance ([\d.]+)"
+
 LORC_AT_THREE_QUARTERS = r"\nlorc 75%\s+([\d.]+)%\s+([\d.]+)"
 
 EDITS = r"\n +5\.0% .* ([\d.]+)×\n +50\.0% .* ([\d.]+)×\n +98\.5% .* ([\d.]+)×"
@@ -77,7 +79,8 @@ CODES_AND_INT4 = r"\ncodes, power 1 .* ([+-][\d.]+)\nINT4 .* ([+-][\d.]+)"
 ROWS = (
     Row(
         "Preallocated KV buffer; growing every r tokens (BMC)",
-        "on CPUs up to 3.2× over transformers and 1.36× over vLLM, and up to 1.39× on top of speculation",
+        "on CPUs up to 3.2× over transformers, 1.36× over vLLM and 2.29× over DeepSpeed, and up to 1.39× on top of "
+        "speculation",
         '`kv_cache_config={"layout": "contiguous"}` with its growth policies; lesson 2',
         lambda: lesson(
             "02",
@@ -85,7 +88,7 @@ ROWS = (
             "concatenating takes {0} times as long as a preallocated buffer, the best r {1} times",
         ),
         "Growing in steps avoids what concatenation costs. Over a preallocated buffer and a view it gains nothing. "
-        "Not compared with vLLM.",
+        "Its gain on top of speculation was not measured, nor was it compared with vLLM or DeepSpeed.",
         lambda: (lambda concat, best: concat > 1.2 and best > 0.95)(
             *numbers("02", r"concat takes ([\d.]+) times as long, whole buffer at its best r ([\d.]+)")
         ),
@@ -100,7 +103,8 @@ ROWS = (
             f"{ratio(row_of('batch', 'minillm continuous', 'transformers padded batch'))} over a padded batch of "
             "transformers"
         ),
-        "The steps are halved. Most of the distance to others is in the steps themselves.",
+        "The steps are halved. Most of the distance to others is in the steps themselves. FasterTransformer was not "
+        "run.",
         lambda: 0.4 < counted_steps("minillm continuous") / counted_steps("minillm static") < 0.6,
     ),
     Row(
@@ -176,17 +180,18 @@ ROWS = (
     ),
     Row(
         "SqueezeLLM",
-        "3 to 4 bits with 0.45% outliers and 0.05% sensitive weights kept",
+        "lossless down to 3 bits, with 0.45% outliers and 0.05% sensitive weights kept",
         "`minillm quantize --scheme squeezellm`; lesson 5",
         lambda: (
             lesson("05", SQUEEZE, "{0} bits per weight, KL {1} thousandths")
             + "; "
             + lesson("05", GROUPS_OF_32, "INT4 in groups of 32 at {0} bits: {1} thousandths")
         ),
-        "On matrices this small, finer groups have about the same loss in fewer bits than the codebooks.",
-        lambda: (lambda squeezed, groups: groups[0] < squeezed[0] and groups[1] < 1.1 * squeezed[1])(
-            numbers("05", SQUEEZE), numbers("05", GROUPS_OF_32)
-        ),
+        "Three bits were not measured; four are not lossless here. On matrices this small, finer groups have about the "
+        "same loss in fewer bits than the codebooks.",
+        lambda: (
+            lambda squeezed, groups: groups[0] < squeezed[0] and groups[1] < 1.1 * squeezed[1] and squeezed[1] > 5
+        )(numbers("05", SQUEEZE), numbers("05", GROUPS_OF_32)),
     ),
     Row(
         "Tensor parallelism (Megatron)",
@@ -261,12 +266,29 @@ ROWS = (
         ),
     ),
     Row(
-        "Suffix decoding, and a model where it finds nothing (Arctic)",
+        "Suffix decoding, and a model where it finds fewer than three tokens (Arctic)",
         "HumanEval, tokens/s: plain 77, n-grams 100, suffix 148, a model beside it 217",
-        '`"method": "suffix"`, with `"fallback"`; `minillm bench speculation`; lesson 11',
+        '`"method": "suffix"`, `"suffix_decoding_max_cached_requests": 0`, with `"fallback_below": 3` and `"fallback": '
+        '{"method": "draft_model", "min_survival": 0.1}`; `minillm bench speculation`; lesson 11',
         lambda: f"alone {speed_up('suffix')}; with the draft model {speed_up('suffix or draft_model')}",
         "The model beside it adds to it, as claimed.",
         lambda: mean_speed_up("suffix or draft_model") > mean_speed_up("suffix"),
+    ),
+    Row(
+        "Adaptive number of drafts (DISCO)",
+        "10% faster on average than with the best fixed number",
+        'every drafting method, unless `"adaptive": False`; `minillm bench speculation`; lesson 11',
+        lambda: "; ".join(
+            f"{words}: four drafts always {mean_speed_up(method):.2f}×, adaptive "
+            f"{mean_speed_up(f'{method}, adaptive'):.2f}× over plain decoding"
+            for words, method in (("draft model", "draft_model"), ("heads", "heads"))
+        ),
+        "No gain where four drafts pay; where they lose, as with heads, it avoids the loss. Another rule than the "
+        "paper's, and not compared with other fixed numbers.",
+        lambda: (
+            mean_speed_up("draft_model, adaptive") < 1.02 * mean_speed_up("draft_model")
+            and mean_speed_up("heads") < 0.95 < mean_speed_up("heads, adaptive")
+        ),
     ),
     Row(
         "Distilling the draft (DistillSpec)",
@@ -278,6 +300,17 @@ ROWS = (
             card("minicoder-draft")["evaluation"]["distilled"]["code"]["overlap"]
             > card("minicoder-draft")["evaluation"]["undistilled"]["code"]["overlap"]
         ),
+    ),
+    Row(
+        "Training on acceptance (LK losses)",
+        "up to 8 to 10% more accepted tokens than after training by KL",
+        "`minillm train --stages heads`; lesson 11",
+        lambda: lesson(
+            "11", KL_AND_LK, "Σ min(p, q) of a draft of one mode, target of two: by KL {0}, on acceptance {1}"
+        ),
+        "Holds in this example, which is made for it. The heads are trained on it mixed with KL, and were not compared "
+        "with heads trained by KL alone.",
+        lambda: (lambda by_kl, by_acceptance: by_acceptance > by_kl)(*numbers("11", KL_AND_LK)),
     ),
     Row(
         "DeFT",
@@ -301,6 +334,14 @@ ROWS = (
         ),
     ),
     Row(
+        "Typical acceptance (Medusa)",
+        "more drafts accepted than by rejection sampling, at the same quality of text",
+        '`"rejection_sample_method": "typical"`, `"lossy": True`',
+        lambda: "not measured",
+        "Lossy: sampled text is not distributed as the target's (a statistical test rejects it). At temperature 0 it "
+        "is exact. Neither speed nor quality was measured.",
+    ),
+    Row(
         "MagicDec",
         "up to 2.51× at batches of 32 to 256 and long contexts",
         '`"method": "self_sparse"`; lesson 12',
@@ -322,11 +363,19 @@ ROWS = (
     ),
     Row(
         "QuantSpec",
-        "over 90% acceptance, up to about 2.5×, 1.3 times less memory",
+        "over 90% acceptance, up to about 2.5×, 1.3 times less memory than drafting over a sparse cache",
         '`"method": "self_quant"`, layout `paged_two_level`; lesson 12',
-        lambda: lesson("12", BOTH_IN_FOUR_BITS, "{0} of {1} accepted with weights and cache in 4 bits"),
-        "Acceptance holds here, on a few texts. Its lossless reference is the INT8 cache, not the full one.",
-        lambda: (lambda found: int(found[1]) > 0.9 * int(found[2]))(re.search(BOTH_IN_FOUR_BITS, printed("12"))),
+        lambda: (
+            lesson("12", BOTH_IN_FOUR_BITS, "{0} of {1} accepted with weights and cache in 4 bits")
+            + "; "
+            + speed_up("self_quant")
+        ),
+        "Acceptance holds here, on a few texts; the speed-up is far below 2.5×; memory was not compared. Its lossless "
+        "reference is the INT8 cache, not the full one. Not tested as in the paper: keys are quantised by token here.",
+        lambda: (
+            (lambda accepted, drafted: accepted > 0.9 * drafted)(*numbers("12", BOTH_IN_FOUR_BITS))
+            and mean_speed_up("self_quant") < 1.5
+        ),
     ),
     Row(
         "Parallel prompt decoding",
@@ -351,12 +400,23 @@ ROWS = (
     ),
     Row(
         "SPIRe",
-        "over 100% more throughput than a small draft, over 35% more than MagicDec (modelled)",
-        '`"method": "spire"`; `minillm train --stages spire`, `--ablations spire`',
-        lambda: whole_and_without("spire", "no feedback memory"),
-        "Feedback memory raises the tokens per round, as claimed. Trained for minutes here, not for days; its speed is "
-        "not measured.",
-        lambda: tokens_per_round("spire", "spire") > tokens_per_round("spire", "no feedback memory"),
+        "over 100% more throughput than a small draft, over 35% more than sparse self-speculation (modelled), most "
+        "with contexts of unlike lengths",
+        '`"method": "spire"`; `minillm train --stages spire`, `--ablations spire`; lesson 12',
+        lambda: (
+            whole_and_without("spire", "no feedback memory")
+            + "; "
+            + lesson(
+                "12", SPIRE_AFTER_MAGICDEC, "modelled for 64 requests of 512 tokens: {1}× over plain, MagicDec {0}×"
+            )
+        ),
+        "Feedback memory raises the tokens per round. Over MagicDec the claim holds by lesson 12's model for Llama, "
+        "with the paper's tokens per round. The small draft and contexts of unlike lengths were not modelled, and no "
+        "speed was measured. Trained for minutes here, not for days.",
+        lambda: (
+            tokens_per_round("spire", "spire") > tokens_per_round("spire", "no feedback memory")
+            and (lambda magicdec, spire: spire > 1.35 * magicdec)(*numbers("12", SPIRE_AFTER_MAGICDEC))
+        ),
     ),
     Row(
         "LongSpec",
@@ -369,10 +429,11 @@ ROWS = (
     ),
     Row(
         "ThinK",
-        "over 20% less KV memory",
+        "over 20% less KV memory, on top of token eviction",
         '`"layout": "think"`; `minillm bench zoo`; lesson 13',
         lambda: zoo("think"),
-        "With a fifth of the bytes gone it is further from the plain cache than INT4 with half of them gone.",
+        "Tested alone, without eviction. With a fifth of the bytes gone it is further from the plain cache than INT4 "
+        "with half of them gone.",
         lambda: kl("think", None) > kl("int4", 0.5),
     ),
     Row(
@@ -446,7 +507,7 @@ ROWS = (
         '`"layout": "sinks"`; `minillm bench zoo`; lesson 12',
         lambda: zoo("sinks"),
         "A little closer than a window alone, by about one standard error, so not surely. Nothing outside the window "
-        "is recalled.",
+        "is recalled. Texts longer than the model's context were not tested.",
         lambda: all(0.75 < kl("sinks", b) / kl("window", b) < 1 for b in BUDGETS),
     ),
     Row(
@@ -485,8 +546,8 @@ ROWS = (
             + "; "
             + lesson("14", r"\n([\d.]+) times as fast", "{0} times as fast as computing the documents")
         ),
-        "Loading is faster from a few tokens on, from files that the system has in memory; no disk was measured. The "
-        "loss is real: documents do not see each other.",
+        "Loading is faster from a few tokens on, from files that the system has in memory; neither a disk nor power "
+        "was measured. The loss is real: documents do not see each other.",
     ),
     Row(
         "KVPR",
@@ -498,6 +559,19 @@ ROWS = (
         lambda: numbers("14", r"KVPR:\s+recompute (\d+)")[0] == 0,
     ),
     Row(
+        "Fill in the middle (Bavarian et al.)",
+        "learnt in training without harm to completion from left to right",
+        "`LLM.fim_prompt`; `minillm complete`",
+        lambda: (
+            "{gaps} gaps from inside a line to its end: {with_suffix:.1%} exact with the suffix, {without_suffix:.1%} "
+            "without".format(**card("minicoder")["alone"]["gaps"])
+        ),
+        "Not tested: no model was trained without it. The suffix helps here by less than chance may give.",
+        lambda: (lambda gaps: 0 < gaps["with_suffix"] - gaps["without_suffix"] < 0.03)(
+            card("minicoder")["alone"]["gaps"]
+        ),
+    ),
+    Row(
         "OOMB",
         "gradients as usual, activations flat in the context",
         "`minillm bench beside`; lesson 17",
@@ -506,10 +580,12 @@ ROWS = (
     ),
     Row(
         "BLAST (block low-rank)",
-        "fewer parameters for the same error",
+        "fewer parameters for the same error; with kernels for BLAST and Monarch up to 3.76× faster than dense "
+        "on small GPUs (Abillama et al.)",
         "`minillm bench beside`; lesson 17",
         lambda: beside("BLAST"),
-        "Holds, but by little on these matrices.",
+        "The error is lower, but by little on these matrices. The kernels are not built here, and speed was "
+        "not measured.",
         lambda: 0.95 < figure("BLAST", 0)["value"] / figure("BLAST", 0)["plain"] < 1,
     ),
     Row(
@@ -522,13 +598,14 @@ ROWS = (
     ),
     Row(
         "Tiled contrastive loss (Inf-CL)",
-        "memory linear in the batch",
+        "two orders of magnitude less memory than other memory-efficient ways, at comparable speed",
         "`minillm bench beside`; lesson 17",
         lambda: beside("tiled contrastive loss"),
-        "Holds: what the backward pass keeps no longer grows with the batch squared. It costs time.",
+        "Neither holds at this batch, even against the dense loss: less than one order of magnitude, and slower. But "
+        "what the backward pass keeps grows with the batch, no longer with its square.",
         lambda: (
-            figure("tiled contrastive loss", 0)["value"] < figure("tiled contrastive loss", 0)["plain"]
-            and figure("tiled contrastive loss", 1)["speed"] < 1
+            1 < figure("tiled contrastive loss", 0)["plain"] / figure("tiled contrastive loss", 0)["value"] < 10
+            and figure("tiled contrastive loss", 1)["speed_max"] < 1
         ),
     ),
     Row(
@@ -537,8 +614,12 @@ ROWS = (
         "with low-rank and sparse parts",
         "`minillm bench beside`; lesson 17",
         lambda: beside("BiMaCoSR"),
-        "The two parts help, but cost most of a further bit per weight in a matrix this small.",
-        lambda: figure("BiMaCoSR", 0)["value"] < figure("BiMaCoSR", 0)["plain"],
+        "The two parts help, but cost most of a further bit per weight in a matrix this small, which is about 18 times "
+        "smaller than in float32. Speed was not measured, nor a model of images.",
+        lambda: (
+            figure("BiMaCoSR", 0)["value"] < figure("BiMaCoSR", 0)["plain"]
+            and round(32 / figure("BiMaCoSR", 1)["value"]) == 18
+        ),
     ),
     Row(
         "MEC",
@@ -549,9 +630,11 @@ ROWS = (
             + "; "
             + lesson("17", CODES_AND_INT4, "added loss, table as input and output layer: codes {0}, INT4 {1} nats")
         ),
-        "Weighting by frequency helps what is read. INT4 costs this model far less.",
+        "Weighting by frequency helps what is read. The table is about 5 times smaller, not 50, and INT4 costs this "
+        "model far less.",
         lambda: (
             figure("MEC", 0)["value"] < figure("MEC", 0)["plain"]
+            and round(figure("MEC", 1)["plain"] / figure("MEC", 1)["value"]) == 5
             and (lambda codes, int4: codes > 5 * int4)(*numbers("17", CODES_AND_INT4))
         ),
     ),

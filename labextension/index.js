@@ -11,7 +11,7 @@ const NAME = 'minillm';
 const SHOW_PANEL = 'minillm:show-completion';
 const MAX_TOKENS = 24;
 const PYTHON = ['text/x-python', 'text/x-ipython']; // not 'text/x-ipythongfm', which is Markdown
-const QUIET_MS = 300; // the panel is drawn when no key has followed for so long, because drawing would slow the next one
+const QUIET_MS = 300; // the panel is drawn so long after an answer, unless a key follows: drawing would slow the next
 
 // 'on' or 'off': what the server suggests as the default. '': there is no server extension.
 const SERVER = PageConfig.getOption('minillmComplete');
@@ -56,10 +56,17 @@ class Provider {
           maximum: 256
         }
       },
-      default: { enabled: SERVER === 'on', maxTokens: MAX_TOKENS, debouncerDelay: 0, timeout: 60000 }
+      default: {
+        enabled: SERVER === 'on',
+        maxTokens: MAX_TOKENS,
+        autoFillInMiddle: true, // or JupyterLab asks for nothing inside a line
+        debouncerDelay: 0,
+        timeout: 60000
+      }
     };
     this.maxTokens = MAX_TOKENS;
-    this.onAnswer = () => {};
+    this.onRequest = () => {};
+    this.onAnswer = () => {}; // or a failure
     this._request = new AbortController();
     this._told = new Set();
   }
@@ -68,7 +75,8 @@ class Provider {
     this.maxTokens = settings.maxTokens ?? MAX_TOKENS;
   }
 
-  /** Called by JupyterLab at each key. The request of the key before is aborted, here and in the engine. */
+  /** Called by JupyterLab at each key, unless the line is blank before the cursor. The request of the call before is
+   * aborted, here and in the engine. */
   async fetch(request, context) {
     this._request.abort();
     const mine = (this._request = new AbortController());
@@ -85,15 +93,19 @@ class Provider {
     if (!body.prefix.trim()) {
       return { items: [] };
     }
+    this.onRequest();
     try {
       const found = await ask('', { method: 'POST', body: JSON.stringify(body), signal: mine.signal });
-      this.onAnswer();
       return { items: found.text ? [{ insertText: found.text }] : [] };
     } catch (problem) {
       if (!mine.signal.aborted) {
         this._tell(problem.message);
       }
       return { items: [] };
+    } finally {
+      if (!mine.signal.aborted) {
+        this.onAnswer();
+      }
     }
   }
 
@@ -118,6 +130,7 @@ class Panel extends Widget {
     this.title.closable = true;
     this.node.style.cssText = 'overflow: auto; padding: 8px 12px;';
     this.node.dataset.testid = 'minillm-panel';
+    provider.onRequest = () => clearTimeout(this._timer);
     provider.onAnswer = () => this.refreshSoon();
     void this.refresh();
   }
@@ -146,7 +159,7 @@ class Panel extends Widget {
   dispose() {
     if (!this.isDisposed) {
       clearTimeout(this._timer);
-      this._provider.onAnswer = () => {};
+      this._provider.onRequest = this._provider.onAnswer = () => {};
     }
     super.dispose();
   }

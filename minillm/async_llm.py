@@ -19,7 +19,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
-from minillm.config import EngineArgs, at_least
+from minillm.config import EngineArgs, at_least, refuses_unknown
 from minillm.errors import (
     EngineDeadError,
     EngineGenerateError,
@@ -47,6 +47,9 @@ class AsyncLLM:
     `n=2` has two. None: no limit. As in vLLM, a request over the limit is refused with `QueueOverflowError`.
     The thread ends with `shutdown`, or when the object is no longer used.
 
+    Requests that are added to `llm_engine` itself have no stream here, and their outputs are dropped. The stream of a
+    request that is aborted there ends as after `abort`.
+
     Raises `UnsupportedError` for ranks that torchrun starts: each schedules for itself, and needs the same requests at
     the same step, but requests arrive when they arrive.
     """
@@ -62,15 +65,14 @@ class AsyncLLM:
             )
         self.llm_engine = LLMEngine(args)
         self.max_num_queued_reqs = max_num_queued_reqs
-        self.num_unfinished = 0
-        """Sequences that have been accepted and have not ended. With `RequestOutputKind.FINAL_ONLY`, those of a prompt
-        count until all of them have ended."""
         self.dead_error: BaseException | None = None
         """What ended the engine loop, if it has ended."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """What the engine loop does before its next step. None: stop."""
         self._streams: dict[str, OutputStream] = {}
         """The requests that are in the engine. Only the engine's thread touches it."""
+        self._accepted: set[OutputStream] = set()
+        """Those that have not ended, as far as their event loops have been told."""
         self._thread = Thread(
             target=_run_loop, args=(weakref.ref(self), self._inbox), name="minillm engine loop", daemon=True
         )
@@ -78,9 +80,16 @@ class AsyncLLM:
         weakref.finalize(self, self._inbox.put, None).atexit = False
 
     @classmethod
+    @refuses_unknown
     def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
         """Build an engine, as in vLLM. Raises subclasses of `ValueError`."""
         return cls(engine_args)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have been accepted and have not ended. With `RequestOutputKind.FINAL_ONLY`, those of a prompt
+        count until all of them have ended. Those of a closed event loop, which hears of no end, do not count."""
+        return sum(stream.num_unfinished for stream in [*self._accepted] if not stream.loop.is_closed())
 
     @property
     def errored(self) -> bool:
@@ -95,12 +104,13 @@ class AsyncLLM:
     def check_admission(self, n: int = 1) -> None:
         """Raise `QueueOverflowError` if `n` more sequences would be over `max_num_queued_reqs`."""
         limit = self.max_num_queued_reqs
-        if limit is not None and self.num_unfinished + n > limit:
+        if limit is not None and (unfinished := self.num_unfinished) + n > limit:
             raise QueueOverflowError(
-                f"{self.num_unfinished} sequences are queued or running and the request has {n}; the limit is {limit}: "
+                f"{unfinished} sequences are queued or running and the request has {n}; the limit is {limit}: "
                 "try again later, or raise max_num_queued_reqs"
             )
 
+    @refuses_unknown
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -113,6 +123,7 @@ class AsyncLLM:
             async for output in stream:
                 yield output
 
+    @refuses_unknown
     async def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> OutputStream:
@@ -128,7 +139,7 @@ class AsyncLLM:
         self.check_admission(num_sequences)
         check_request_id(request_id)
         stream = OutputStream(request_id, num_sequences, self._abort)
-        self.num_unfinished += num_sequences
+        self._accepted.add(stream)
         try:
             group = await asyncio.to_thread(self.llm_engine.prepare, prompt, params, priority, request_id)
             for request in group:
@@ -164,14 +175,8 @@ class AsyncLLM:
 
     def _end(self, stream: OutputStream) -> None:
         """In the event loop: the request takes no more room in the queue."""
-        if not stream.ended:
-            stream.ended = True
-            self._set_unfinished(stream, 0)
-
-    def _set_unfinished(self, stream: OutputStream, number: int) -> None:
-        """In the event loop: so many sequences of the request have not ended."""
-        self.num_unfinished -= stream.num_unfinished - number
-        stream.num_unfinished = number
+        stream.ended, stream.num_unfinished = True, 0
+        self._accepted.discard(stream)
 
     # ---------------------------------------------------------------------------------------- in the engine's thread
 
@@ -181,7 +186,7 @@ class AsyncLLM:
             while message is not None:
                 message()
                 while self._inbox.empty():
-                    if not self.llm_engine.has_unfinished_requests():
+                    if not (self._streams or self.llm_engine.has_unfinished_requests()):
                         return True
                     self._step()
                 message = self._inbox.get()
@@ -228,11 +233,12 @@ class AsyncLLM:
                 del self._streams[stream.request_id]
             self._deliver([(stream, None, _failed(problem)) for stream in failed])
             return
-        found = [(self._streams[output.request_id], output, None) for output in outputs]
+        found = [(stream, output, None) for output in outputs if (stream := self._streams.get(output.request_id))]
         for stream, output, _ in found:
             if output.finished:
                 del self._streams[stream.request_id]
-        self._deliver(found)
+        aborted = self._streams.keys() - self.llm_engine.metrics.awaited  # in `llm_engine` itself, by others
+        self._deliver([*found, *((self._streams.pop(name), None, None) for name in aborted)])
 
     def _failed_by(self, problem: Exception) -> list[OutputStream]:
         """The requests that cannot go on after this failure of a step."""
@@ -278,7 +284,7 @@ class AsyncLLM:
                 if output is None or output.finished:
                     self._end(stream)
                 else:
-                    self._set_unfinished(stream, sum(not choice.finished() for choice in output.outputs))
+                    stream.num_unfinished = sum(not choice.finished() for choice in output.outputs)
 
 
 def _run_loop(engine: weakref.ref[AsyncLLM], inbox: SimpleQueue[Callable[[], None] | None]) -> None:

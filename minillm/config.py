@@ -3,14 +3,19 @@ depend on the size of the machine."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from numbers import Integral
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from minillm.errors import ConfigError, UnknownOptionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 POLICIES = ("fcfs", "priority")
 DISTRIBUTED_BACKENDS = (None, "mp", "external_launcher")
@@ -23,7 +28,8 @@ DEFAULT_IF_NONE = {"max_num_seqs", "max_num_batched_tokens", "enable_chunked_pre
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """All options of an engine, for `LLM(model, ...)` and `LLMEngine.from_engine_args`."""
+    """All options of an engine, for `LLM(model, ...)` and `LLMEngine.from_engine_args`. Others raise
+    `UnknownOptionError`."""
 
     model: str
     """A bundled name (`minicoder`), a local Hugging Face folder, or a hub id."""
@@ -186,6 +192,22 @@ def reject_unknown(where: str, options: Mapping[str, Any], known: set[str]) -> N
     for name in options:
         if name not in known:
             raise UnknownOptionError(f"{where} has no option {name!r}; it has: {', '.join(sorted(known))}")
+
+
+def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: an unknown keyword argument raises `UnknownOptionError` in place of `TypeError`."""
+    known = set(inspect.signature(function).parameters) - {"self", "cls"}
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def checked(*values: P.args, **options: P.kwargs) -> R:
+        reject_unknown(name, options, known)
+        return function(*values, **options)
+
+    return checked
+
+
+EngineArgs.__init__ = refuses_unknown(EngineArgs.__init__)  # type: ignore[method-assign]
 
 
 def at_least(name: str, value: Any, limit: int) -> None:

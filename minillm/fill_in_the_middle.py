@@ -31,7 +31,8 @@ def suffix_first(prefix: str, suffix: str) -> str:
 def fim_prompt(tokenizer: Tokenizer, model: str, prefix: str, suffix: str) -> str:
     """The prompt that makes `model` fill the gap between `prefix` and `suffix`, in the order that its tokenizer names.
 
-    Raises `UnsupportedError` if the tokenizer lacks a token of `FIM_TOKENS`, `PromptError` if a text contains one.
+    Raises `UnsupportedError` if the tokenizer lacks a token of `FIM_TOKENS`, `PromptError` if a text contains one or is
+    no `str`.
     """
     missing = [token for token in FIM_TOKENS if tokenizer.backend.token_to_id(token) is None]
     if missing:
@@ -44,8 +45,10 @@ def fim_prompt(tokenizer: Tokenizer, model: str, prefix: str, suffix: str) -> st
 
 
 def check_no_fim_token(tokenizer: Tokenizer, name: str, text: str) -> None:
-    """Raise `PromptError` if `text`, which the error calls `name`, contains one of `FIM_TOKENS` that the tokenizer
-    has."""
+    """Raise `PromptError` if `text`, which the error calls `name`, contains one of `FIM_TOKENS` that the tokenizer has,
+    or is no `str`."""
+    if not isinstance(text, str):
+        raise PromptError(f"the {name} must be text, not {type(text).__name__}")
     for token in FIM_TOKENS:
         if token in text and tokenizer.backend.token_to_id(token) is not None:
             raise PromptError(f"the {name} contains {token}, which marks the gap itself; remove it")

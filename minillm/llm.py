@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
-from minillm.config import EngineArgs
+from minillm.config import EngineArgs, refuses_unknown
 from minillm.engine.engine import Engine
 from minillm.errors import ConfigError, PromptError
 from minillm.fill_in_the_middle import fim_prompt
@@ -36,7 +36,9 @@ class LLM:
 
     minillm's own options: `device` is the PyTorch device; `kv_cache_config` names a cache layout and its options
     (`{"layout": "sinks", "window": 252}`, see `minillm.cache.layouts`); `num_kv_blocks` is the size of the block pool;
-    `scheduler_cls`, `block_pool_cls` and `ops={"paged_attention": function}` replace parts of the engine.
+    `block_pool_cls` and `ops={"paged_attention": function}` replace parts of the engine. So does `scheduler_cls`, which
+    vLLM has too, with another interface.
+
     `block_size=None` is 16, or the size that the cache layout needs. `enable_prefix_caching=None` turns prefix caching
     on if the layout can share blocks. `enforce_eager=True` runs each step in plain PyTorch and leaves the weights in
     the model. Otherwise, on a CPU, the weights of a float32, bfloat16, INT8, W8A8, INT4 or AWQ model with a paged cache
@@ -61,6 +63,7 @@ class LLM:
         """Longest prompt plus completion, in tokens."""
         return self.llm_engine.max_model_len
 
+    @refuses_unknown
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -89,6 +92,7 @@ class LLM:
                 bar.update(len(ended))
             return [outputs[index] for index in range(len(groups))]
 
+    @refuses_unknown
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -180,7 +184,8 @@ class LLM:
     def fim_prompt(self, prefix: str, suffix: str) -> str:
         """The prompt that makes the model fill the gap between `prefix` and `suffix` (Bavarian et al. 2022).
 
-        Raises `UnsupportedError` if the tokenizer lacks a token of `FIM_TOKENS`, `PromptError` if a text contains one.
+        Raises `UnsupportedError` if the tokenizer lacks a token of `FIM_TOKENS`, `PromptError` if a text contains one
+        or is no `str`.
         """
         return fim_prompt(self.engine.tokenizer, self.model, prefix, suffix)
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 
-from minillm.config import CacheConfig, EngineArgs
+from minillm.config import CacheConfig, EngineArgs, refuses_unknown
 from minillm.engine.assembly import assemble
 from minillm.engine.engine import Engine
 from minillm.errors import MinillmError, NonFiniteLogitsError
@@ -72,10 +72,12 @@ class LLMEngine:
         self.engine.listeners.append(self.metrics)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+    @refuses_unknown
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
         """Build an engine, as in vLLM. Raises subclasses of `ValueError`."""
-        return cls(args)
+        return cls(engine_args)
 
+    @refuses_unknown
     def add_request(
         self,
         request_id: str,
@@ -122,8 +124,8 @@ class LLMEngine:
             grown = {prompt_id_of(request.request_id) for request in self.engine.step()} & self._groups.keys()
             ended = self._ended_among(self._groups)
             cumulative = RequestOutputKind.CUMULATIVE
-            told = {name for name in grown if self._groups[name][0].params.output_kind is cumulative}.union(ended)
-            groups = sorted((self._groups[name] for name in told), key=lambda group: group[0].arrival)
+            reported = {name for name in grown if self._groups[name][0].params.output_kind is cumulative}.union(ended)
+            groups = sorted((self._groups[name] for name in reported), key=lambda group: group[0].arrival)
             outputs = [self.output(group) for group in groups]
             for name in ended:  # last, so that an interrupt before loses no output
                 del self._groups[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from minillm.errors import MinillmError
@@ -21,7 +20,6 @@ class OutputStream:
         self.request_id = request_id
         self.num_unfinished = num_sequences
         """Sequences that have not ended, as far as the event loop has been told."""
-        self.arrival_time = time.perf_counter()
         self.loop = asyncio.get_running_loop()
         self.ended = False
         """Whether the engine has finished with the request, or the stream was closed."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from minillm.errors import CheckpointError, MinillmError, PromptError
 from minillm.json_files import read_json
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 """How SentencePiece vocabularies spell a single byte."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Keys of `tokenizer_config.json`, in the order in which transformers adds their tokens."""
 
 
 class Tokenizer:
@@ -41,12 +44,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read `tokenizer.json` as it is, or convert an older format with transformers.
+        """Read `tokenizer.json` and the tokens that `tokenizer_config.json` adds, or convert an older format with
+        transformers.
 
         vLLM takes the tokenizer that transformers makes. For a `LlamaTokenizer` transformers 5 builds it again from
         vocabulary and merges, and then reads a text with n spaces in front as n of SentencePiece's `▁` instead of
-        n + 1. The file agrees with SentencePiece, with which such models were trained. Which tokens are special is also
-        taken from this file alone; transformers adds those that only `tokenizer_config.json` names.
+        n + 1. The file agrees with SentencePiece, with which such models were trained.
 
         Raises `CheckpointError` if `folder` has no tokenizer that can be read, a broken `tokenizer_config.json`, or a
         broken `special_tokens_map.json` that is needed.
@@ -55,9 +58,13 @@ class Tokenizer:
         if file.is_file():
             with _panics_as(CheckpointError, f"{file} is truncated or corrupt", "fetch it again"):
                 _check_subword_prefix(file.read_text(encoding="utf-8"))
-                tokenizer = cls(tokenizers.Tokenizer.from_file(str(file)), Path(folder))
+                backend = tokenizers.Tokenizer.from_file(str(file))
+            config = _read(Path(folder), "tokenizer_config.json")
+            with _panics_as(CheckpointError, f"a token in {folder}/tokenizer_config.json is invalid", "fetch it again"):
+                _add_configured_tokens(backend, config)
         else:
-            tokenizer = cls(_convert(Path(folder)), Path(folder))
+            backend = _convert(Path(folder))
+        tokenizer = cls(backend, Path(folder))
         _ = tokenizer.eos_id  # raises here, not at the first prompt
         return tokenizer
 
@@ -137,7 +144,7 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         """The token that ends a text, which `tokenizer_config.json` names or, in older checkpoints, only
         `special_tokens_map.json`; None if they name none of the vocabulary."""
-        named = self._config.get("eos_token") or self._read("special_tokens_map.json").get("eos_token")
+        named = self._config.get("eos_token") or _read(self.folder, "special_tokens_map.json").get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named
         return self.backend.token_to_id(text) if isinstance(text, str) else None
 
@@ -148,12 +155,7 @@ class Tokenizer:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        return self._read("tokenizer_config.json")
-
-    def _read(self, name: str) -> dict[str, Any]:
-        """A file of the folder; empty without it. Raises `CheckpointError` if it cannot be read as a JSON object."""
-        file = self.folder / name
-        return read_json(file) if file.exists() else {}
+        return _read(self.folder, "tokenizer_config.json")
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every id is the same token in both. A draft model needs that."""
@@ -282,6 +284,45 @@ def _check_subword_prefix(text: str) -> None:
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", []))
     if wrong := next((pair for pair in pairs if not pair[1].startswith(prefix)), None):
         raise ValueError(f"merge {wrong} lacks continuing_subword_prefix {prefix!r}")
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    """A file of the folder; empty without it. Raises `CheckpointError` if it cannot be read as a JSON object."""
+    file = folder / name
+    return read_json(file) if file.exists() else {}
+
+
+def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Add the tokens of `tokenizer_config.json` with the ids and flags that transformers 5 gives them: those of
+    `added_tokens_decoder`, then special tokens that are not added tokens yet. New tokens get the next free ids."""
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder")
+    in_order = added.values() if listed is None else [_added_token(listed[i]) for i in sorted(listed, key=int)]
+    tokens = {token.content: token for token in in_order}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named = dict.fromkeys(SPECIAL_TOKENS) | {name: token for name, token in config.items() if name.endswith("_token")}
+    if isinstance(extra, dict):
+        named, extra = named | extra, []
+    if not isinstance(extra, list):
+        raise TypeError(f"{extra!r} is not a list of tokens")
+    for token in (_added_token(given) for given in named.values() if isinstance(given, str | dict)):
+        token.special = True
+        if token.content in tokens:
+            tokens[token.content].special = True
+        elif token.content not in added:
+            tokens[token.content] = token
+    for token in map(_added_token, extra):
+        if token.content not in added:
+            tokens.setdefault(token.content, token)
+    backend.add_tokens(list(tokens.values()))
+
+
+def _added_token(given: str | Mapping[str, Any]) -> AddedToken:
+    """A token of a configuration: a text, which is special, or its flags."""
+    if isinstance(given, str):
+        return AddedToken(given, special=True)
+    flags = {name: value for name, value in given.items() if name != "__type"}  # tokenizers warns of unknown names
+    return AddedToken(**flags)
 
 
 def _convert(folder: Path) -> tokenizers.Tokenizer:

@@ -63,7 +63,7 @@ predict("l00.waste", None, unit="percent")
 # ## Set up
 #
 # Create the engine first. On a CPU it runs each step as one **[compiled function](glossary.md#compiled-step)**. The
-# first run on a machine compiles this function, which takes up to two minutes and shows a progress bar. Later runs load
+# first run on a machine compiles this function, which takes up to a minute and shows a progress bar. Later runs load
 # it from disk.
 
 
@@ -323,8 +323,7 @@ LineChart(
 # * **drafts a round (γ)**: each further draft is accepted at most as often as the one before it.
 # * **requests**, 1 to 6: watch how pages are allocated and freed as requests start and end.
 # * **tokens in the pool**: if there are too few, the engine **[preempts](glossary.md#preempt)** a request: it frees all
-#   its pages and later computes its keys and values again, except those of pages that are still cached. The text does
-#   not change.
+#   its pages and later computes its keys and values again, except those of pages that are still cached.
 #
 # Change the numbers in the last line, run the cell again, and compare. For sliders, call `knobs(tour)` in a new cell.
 
@@ -347,7 +346,7 @@ tour(page_size=4, drafts=8, requests=3, pool_tokens=384)
 # ## Break it
 #
 # **A drafter that is nearly always wrong.** `Drafter` is the interface for everything that proposes tokens. This one
-# always proposes a comma. Before you run it: will the text get worse?
+# always proposes a comma. Before you run it: how many tokens will a forward yield?
 
 # %%
 from minillm.speculative.drafter import Draft, Drafter

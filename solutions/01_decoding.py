@@ -33,7 +33,7 @@ from minillm.models.loading import load_model
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.tokenizer import Tokenizer
 
-name = os.environ.get("MINILLM_MODEL", "minicoder")  # a Llama, Mistral or Qwen checkpoint works too
+name = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 model = load_model(name, torch.float32, "cpu")
 tokenizer = Tokenizer.from_folder(resolve(name))
 config = model.config
@@ -588,7 +588,7 @@ AttentionWorkView(Trace(with_cache))
 
 # %% [markdown]
 # That is the **KV cache**, and lesson 2 builds it. Note the last row of the triangle: the
-# newest query is still compared with every key. It is often said that "caching avoids recomputing attention". That is
+# newest query is still compared with every key. It is often said that caching avoids recomputing attention. That is
 # true of the old rows only, and it leaves out the larger saving in short texts: the linear layers of these rows. Lesson
 # 2 measures what is left.
 #
@@ -922,7 +922,7 @@ for label, each in found.items():
 # | claim | what holds | tested where |
 # |---|---|---|
 # | a sample speculative loop passes draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; the cell prints how often with this model | Stay in tokens |
-# | "caching avoids recomputing the entire attention matrix" | right for the old rows of the matrix; its newest row is still computed at every step. What is saved in short texts is mostly the linear layers of the old rows | See; measured in lesson 2 |
+# | of caching: "This avoids recomputing the entire attention matrix" | right for the old rows of the matrix; its newest row is still computed at every step. What is saved in short texts is mostly the linear layers of the old rows | See; measured in lesson 2 |
 # | "attention is quadratic, so it dominates" | in Llama-3.1-8B from 53,247 tokens on, in one forward over the whole text that skips hidden pairs; from 26,624 on in one that computes all pairs, and in a decode step with a cache; never in Llama-3-8B, whose context ends at 8,192 | When attention dominates (counted) |
 #
 # **Papers.** Attention: Vaswani et al. 2017. GQA: Ainslie et al. 2023. RoPE: Su et al. 2021. BPE for text: Sennrich et

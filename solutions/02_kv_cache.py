@@ -33,7 +33,7 @@ from minillm.models.loading import load_model
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.tokenizer import Tokenizer
 
-name = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+name = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 model = load_model(name, torch.float32, "cpu")
 tokenizer = Tokenizer.from_folder(resolve(name))
 config = model.config
@@ -901,10 +901,10 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | "caching avoids recomputing the entire attention matrix" | right for the old rows of the matrix; the newest is still computed at every step, and grows with the text | first chart: the dashed line rises |
+# | of caching: "This avoids recomputing the entire attention matrix" | right for the old rows of the matrix; the newest is still computed at every step, and grows with the text | first chart: the dashed line rises |
 # | KV bytes = 2 · layers · heads · (hidden / heads) · 2; Llama-2-70B at 4096 tokens needs 80 GB | KV heads, not query heads: 1.34 GB | exercise 3 |
 # | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer reads rows that it never wrote (the first layer from the second token on, the others at once), and a buffer for 1024 tokens is full after 1024 / L tokens (L layers) | `StalePosition` |
-# | BMC: up to 3.2× over the transformers baseline, 1.36× over vLLM | the first baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with; vLLM does not concatenate, and was not compared here | second measurement |
+# | BMC: up to 3.2× over the transformers baseline, another 1.39× beyond the gain of speculative decoding, 1.36× over vLLM and 2.29× over DeepSpeed | the first baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with; not tested here: the gain with speculative decoding, vLLM (which does not concatenate) and DeepSpeed | second measurement |
 #
 # **Find the mistakes.** The tutorial of the first claim decodes like this (paraphrased):
 #

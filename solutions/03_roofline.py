@@ -30,7 +30,7 @@ import torch
 from minillm import LLM
 from minillm.teaching import check, claim, hint, predict, reveal, use
 
-name = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+name = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 options = {
@@ -479,7 +479,7 @@ check("l03.mbu")
 # The next cell times decoding with one request and with eight, at two contexts, and the prefill of 256 tokens. All of
 # them run in plain PyTorch, operation by operation. One decode step and the prefill also run as **one [compiled
 # function](glossary.md#compiled-step)** each, which is what the engine uses by default on a CPU (`enforce_eager=True`
-# above turns it off; lesson 15 looks into it). Compiling takes ten seconds to two minutes, once. The compiled weights
+# above turns it off; lesson 15 looks into it). Compiling takes five seconds to a minute, once. The compiled weights
 # stay in the 16 bits of the checkpoint, so a step reads about half the bytes.
 
 # %% tags=["nbval-ignore-output"]
@@ -874,7 +874,7 @@ for label, size in sizes.items():
 # | where | what |
 # |---|---|
 # | Llama-2-70B, Llama-3, Mistral, Qwen2 and 3 | trained with GQA, most of them with 8 KV heads: `num_key_value_heads` in `config.json` |
-# | vLLM | `ModelConfig.get_num_kv_heads`: per GPU, KV heads / tensor-parallel size, and never less than 1: with more GPUs than KV heads they are copied |
+# | vLLM, SGLang | `ModelConfig.get_num_kv_heads`: per GPU, KV heads / tensor-parallel size, and never less than 1: with more GPUs than KV heads they are copied |
 # | FlashAttention, FlashInfer | all query heads of a group are in one tile, so that the group really shares one reading; our `paged_attention` packs them into one product |
 # | transformers, eager attention | `repeat_kv` writes the repeated heads to memory before the product: the cache is small, the bytes moved are not |
 # | llama.cpp | `attention.head_count_kv` in the GGUF file |

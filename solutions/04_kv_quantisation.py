@@ -42,7 +42,7 @@ from minillm.teaching.workshop.l04_bounds import try_bounds
 from minillm.viz.charts import Axis, LineChart, Series
 from minillm.viz.tensors.error_map import ErrorMap
 
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 PLAIN = {"device": "cpu", "enforce_eager": True}  # plain PyTorch: what is counted here is what runs
@@ -310,6 +310,20 @@ print(f"INT4 with a scale and a zero point for every 32 numbers: {4 + 8 * 4 / 32
 # more scales. INT4 is often stored in smaller groups, because its steps are coarse: a group without a large number then
 # gets finer ones. *Bytes against KL* below has such groups, with a zero point each.
 #
+# The article with this claim also has a table of memory: 160 GB without any technique, 120 GB in the line "+ INT8 KV
+# cache". It states no model, context or batch. Its samples load a model of 70 billion weights in float16. Could INT8
+# save 40 GB there?
+
+# %%
+weights_70b = 2 * 68.98  # GB of Llama-2-70B in float16: 68.98 billion weights (quoted)
+most = 160 - weights_70b
+print(
+    f"70B in float16: {weights_70b:.0f} GB of weights, so at most {most:.0f} of the 160 GB are cache, "
+    f"and INT8 saves less than {most / 2:.0f} GB"
+)
+claim("The 120 GB would not even hold the weights.", weights_70b > 120)
+
+# %% [markdown]
 # ### Are the large numbers in rows or in columns?
 #
 # A scale must cover the largest of the numbers that share it. A **channel** is one position in the vectors of a head, a
@@ -494,7 +508,7 @@ ErrorMap(
 # Scales per channel confine the coarse steps to the two channels that need them. There the errors grow, because the
 # largest of 64 tokens sets the step; with a scale per token the step is that of each token's own largest number.
 #
-# ### Exercise 6: how wrong can a score be?
+# ### Exercise 6 (optional): how wrong can a score be?
 #
 # A picture of errors is no guarantee. A bound is. Every number of a key is off by at most $s/2$, so for a query $q$
 #
@@ -1005,9 +1019,10 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 # | claim | what holds | tested where |
 # |---|---|---|
 # | INT8 2×, INT4 4× | 1.97× and 3.88× at width 128, 1.88× and 3.56× at width 32; less again with groups | exercise 4 |
+# | INT8 cache: 120 GB of memory instead of 160 (model, context and batch not stated) | a 70B model in float16 has 138 GB of weights alone: INT8 saves less than 11 GB, and the table's 120, 125 and 110 GB would not hold the weights | exercise 4 |
 # | INT8 is "nearly lossless" | INT8 changes the argmax token at less than 2 positions in 100; INT4 without groups at 5 to 15 | bytes against KL |
 # | a smaller cache is a faster cache | a smaller cache is a *smaller* cache; in PyTorch it moves several times the bytes | bytes moved |
-# | per-channel scales are needed for quality | at four bits they remove a part of the KL here, the window more; at eight bits KL is small without them | bytes against KL |
+# | per-channel scales are needed for quality | at four bits they remove a part of the KL here, the window more; at eight bits KL is small without them. The article that requires them has a scale per token and head in its own sample | bytes against KL |
 # | the sample INT8 cache | divides by zero, writes one row per layer and token, takes one token at a time | break it |
 #
 # **Papers.** Liu et al. 2024, *KIVI* (keys per channel, values per token, the window). Hooper et al. 2024, *KVQuant*

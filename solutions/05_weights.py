@@ -38,7 +38,8 @@ from minillm.models.quantize import decoder_linears
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.viz.charts import Axis, LineChart, Series
 
-# Any Llama, Mistral, Qwen or SmolLM checkpoint works too, if all its linear layers have a multiple of 128 inputs.
+# Or another checkpoint, if all its linear layers have a multiple of 128 inputs: docs/other_models.md says which were
+# tried.
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
@@ -216,7 +217,7 @@ def measure(kind: type[Replacement] | None) -> tuple[float, quality.Quality]:
 
 install(None)
 reference = quality.logprobs(runner, texts)
-table = {}
+table, bits_per_byte = {}, {}
 
 
 def row(label: str, kind: type[Replacement] | None) -> None:
@@ -227,6 +228,7 @@ def row(label: str, kind: type[Replacement] | None) -> None:
 def show(label: str, bits: float, found: quality.Quality) -> None:
     """Store a result in `table` and print it. With so few tokens, a KL that differs by a tenth means nothing."""
     table[label] = (bits, float(f"{found.mean_kl:.1e}"))
+    bits_per_byte[label] = found.bits_per_byte
     print(f"{label:22} {bits:5.2f} bits   KL {1000 * found.mean_kl:6.2g}   bits per byte {found.bits_per_byte:.2f}")
 
 
@@ -616,6 +618,8 @@ ALONE = {
     "sparse": "dense + sparse, yours",
     "SqueezeLLM": "SqueezeLLM, engine",
 }
+added = [found - bits_per_byte["float32"] for name, found in bits_per_byte.items() if table[name][0] < 5]
+claim("At 4 bits, bits per byte grow by 0.01 to 0.02.", min(added) > 0.005 and max(added) < 0.025, of_model=True)
 LineChart(
     f"What fewer bits per weight cost: {NAME}, {len(texts.targets)} held-out tokens",
     Axis("bits per weight, everything counted", log=True, ticks=(4, 5, 6, 7, 8)),
@@ -797,10 +801,11 @@ claim("At 8 bits the embedding costs a KL below 0.001.", embedding_kl["INT8, you
 # Per weight it costs many times as much as a linear layer does, because this matrix is both the first and the last: an
 # error there goes straight into every logit, and no later layer can absorb it. In a model that has a second matrix for
 # the logits, rounding the table of token vectors also saves no time: looking up a token reads *one row* of it. Each of
-# the two is 2% of the weights of Llama 2 7B and 6.5% of Llama 3 8B, whose vocabulary is four times as large. Most systems
-# leave them in 16 bits, or use 6 to 8. In a small model it is more, and at 8 bits its cost is small (above, a KL below
-# 0.001 for both uses together): with `quantization="int8"` or `"w8a8"` the engine computes logits from a copy in INT8,
-# and looks tokens up in the original table. With INT4 it leaves both alone.
+# the two is 2% of the weights of Llama 2 7B and 6.5% of Llama 3 8B, whose vocabulary is four times as large
+# (arithmetic, from their `config.json`). Most systems leave them in 16 bits, or use 6 to 8. In a small model it is
+# more, and at 8 bits its cost is small (above, a KL below 0.001 for both uses together): with `quantization="int8"` or
+# `"w8a8"` the engine computes logits from a copy in INT8, and looks tokens up in the original table. With INT4 it
+# leaves both alone.
 #
 # ### Bytes, and time
 #
@@ -1133,7 +1138,7 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 # | RTN in blocks | exercise 3 in groups of 32; symmetric, or with a minimum | llama.cpp `Q8_0`, `Q4_0` (symmetric), `Q4_1` (with a minimum); `Q4_K` also rounds the scales, in blocks of blocks, at about 4.5 bits |
 # | LLM.int8() | W8A8, with the outlier channels of $x$ kept in 16 bits | bitsandbytes, transformers `load_in_8bit` |
 # | SmoothQuant | moves outliers from $x$ into $W$, then W8A8 | vLLM and TensorRT-LLM INT8 checkpoints |
-# | GPTQ | rounds column by column, each time correcting the columns to come | vLLM, transformers; Marlin kernels |
+# | GPTQ | rounds column by column, each time correcting the columns to come | vLLM, SGLang, transformers; Marlin kernels |
 # | AWQ | exercise 4, with clipping | vLLM: the same kernels as for GPTQ, where the GPU supports them |
 # | SqueezeLLM | exercise 5 and codebooks | its own kernels |
 #
@@ -1145,7 +1150,7 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 # | claim | what holds | tested where |
 # |---|---|---|
 # | INT8 is 2× and INT4 4× smaller than 16 bits | 1.98× and 3.85× with scales and zero points, here; and the embedding stays | exercises 1 and 3 |
-# | SqueezeLLM: "lossless compression to ultra-low precisions of up to 3-bit" | here, with codes of 4 bits, it has about the KL of INT4 in groups of 32, far above INT8's | bits against KL |
+# | SqueezeLLM: "lossless compression to ultra-low precisions of up to 3-bit" | here, with codes of 4 bits, it has about the KL of INT4 in groups of 32, far above INT8's; 3 bits were not tested | bits against KL |
 # | a smaller model is a faster model | only with a kernel that reads codes; dequantising at every step moves *more* bytes | bytes, and time |
 # | AWQ, SqueezeLLM beat rounding to nearest | where there are outliers and wide rows; here AWQ removes less than a third of the KL, and SqueezeLLM has about the KL of groups of 32, for more bits | bits against KL |
 # | 0.5% sparse values are nearly free | 0.16 bits per weight and the row starts: 0.16 + 32/384 = 0.24 in all for rows of 384, less for longer ones | exercise 5 |

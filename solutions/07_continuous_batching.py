@@ -24,7 +24,7 @@
 #
 # You need lesson 6 ([blocks](glossary.md#block) and the pool). Everything runs on a laptop's CPU. The engine runs each
 # step as one [compiled function](glossary.md#compiled-step), as it does by default on a CPU (lesson 15 looks into it).
-# It is compiled the first time it runs on a machine, which takes up to two minutes behind a progress bar.
+# It is compiled the first time it runs on a machine, which takes up to a minute behind a progress bar.
 
 # %%
 import os
@@ -41,7 +41,7 @@ from minillm.trace import StepRan
 from minillm.viz import LiveView, TimelineComparison, TimelineView
 from minillm.viz.charts import Axis, LineChart, Series
 
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 WHOLE = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False}  # every prompt from its first token

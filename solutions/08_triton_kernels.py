@@ -50,7 +50,7 @@ from minillm.viz.charts import Axis, LineChart, Series
 from minillm.viz.tensors.kernel_tiles import find_writers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of infinities; a GPU does not
@@ -746,6 +746,7 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 # | vLLM | norms and activations by default fused by `torch.compile` into Triton kernels, without it in hand-written CUDA; attention also in Triton, the same source on NVIDIA and AMD |
 # | SGLang | Triton kernels for attention, norms and samplers beside CUDA ones |
 # | PyTorch | `torch.compile` writes Triton for you: it fuses a chain of operations, like the unfused softmax, into one kernel |
+# | transformers | with `use_kernels=True`, kernels from the Hub replace RMSNorm and some other layers; on an NVIDIA GPU RMSNorm is Liger's |
 # | Liger Kernel | RMSNorm, RoPE, SwiGLU and cross entropy for training, in Triton |
 # | llama.cpp | hand-written CUDA, Metal and Vulkan: no compiler to ship |
 # | minillm | `minillm/ops/triton`: each kernel beside its PyTorch reference, tested in the interpreter, with NaN around its tensors |

@@ -11,10 +11,11 @@
 #
 # **Question.** *A small model guesses, the large one checks. Why is the text exactly the large model's?*
 #
-# Generating a token costs one [forward](glossary.md#forward) of the model, and most of a forward's time goes into reading
-# weights. A forward over five tokens reads them once, too. **[Speculative decoding](glossary.md#speculative-decoding)**
-# uses this: a small, cheap **[draft model](glossary.md#draft)** guesses the next γ tokens, the **drafts**, and one forward
-# of the large model, the **[target](glossary.md#target)**, judges all of them. The drafts that pass are kept.
+# Generating a token costs one [forward](glossary.md#forward) of the model, and in a large model most of a forward's
+# time goes into reading weights. A forward over five tokens reads them once, too. **[Speculative
+# decoding](glossary.md#speculative-decoding)** uses this: a small, cheap **[draft model](glossary.md#draft)** guesses the
+# next γ tokens, the **drafts**, and one forward of the large model, the **[target](glossary.md#target)**, judges all of
+# them. The drafts that pass are kept.
 #
 # At temperature 0 it is clear what "pass" means: a draft is right if it is the target's argmax. But text is often
 # *sampled*. Then the target has no right answer, only a distribution. Which drafts may be kept so that the text is
@@ -26,7 +27,7 @@
 #
 # You need lesson 1 (sampling from a distribution) and lesson 2 (the cache and its length). Everything runs on a laptop's
 # CPU. The engine runs each step as one [compiled function](glossary.md#compiled-step), which is compiled the first time it
-# runs on a machine; that takes up to two minutes behind a progress bar.
+# runs on a machine; that takes up to a minute behind a progress bar.
 
 # %%
 import math
@@ -47,7 +48,7 @@ from minillm.viz.charts import Axis, LineChart, Series
 from minillm.viz.charts.chi_square import ChiSquare, ChiSquarePanels, p_text
 from minillm.viz.speculation.overlap import OverlapBars
 
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 DRAFT_NAME = os.environ.get("MINILLM_DRAFT", "minicoder-draft")  # a smaller one with the same tokenizer
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
@@ -877,15 +878,15 @@ claim("Some drafts do not survive the way through text.", trip.changed > 0, of_m
 #
 # | system | where | rule |
 # |---|---|---|
-# | vLLM | `v1/sample/rejection_sampler.py`; option `rejection_sample_method` | `standard` (yours), `block`, and `synthetic`, which accepts at a given rate whatever the tokens are: for measurements only |
+# | vLLM | `v1/sample/rejection_sampler.py`; option `rejection_sample_method` | `standard` (yours), `block`, and `synthetic`, which accepts at a given rate whatever the tokens are: for measurements only. Drafts are argmaxes, accepted with p(x), unless `draft_sample_method` is `"probabilistic"` |
 # | transformers | `_speculative_sampling` in `generation/utils.py` | p/q and the residual |
 # | SGLang | `tree_speculative_sampling_target_only` | by default accepts with p(x), without q; `speculative_accept_threshold_single` and `speculative_accept_threshold_acc` are 1 by default, and lower values raise that chance, which makes it lossy; `speculative_use_rejection_sampling` is an option |
 # | llama.cpp | `common_sampler_sample_and_accept_n` | samples from the target at each position and goes on while the sample equals the draft: accepts with p(x) |
 # | Medusa | typical acceptance | accepts what is likely enough for the target: lossy |
 #
-# So two large engines accept with p(x) alone. For sampled drafts that would be slow. Their drafts are usually not
-# sampled: they are the most likely tokens of a draft model, or a tree of them. Then q is one-hot, and p(x) *is* min(1,
-# p(x)/q(x)).
+# So three large engines accept with p(x) alone by default. For sampled drafts that would be slow. Their drafts are usually
+# not sampled: they are the most likely tokens of a draft model, or a tree of them. Then q is one-hot, and p(x) *is*
+# min(1, p(x)/q(x)).
 #
 # **Claims, checked.**
 
@@ -905,7 +906,7 @@ print(f"tokens per round for 1, 2, 4, 8 drafts: {', '.join(f'{tau:.2f}' for tau 
 # %% [markdown]
 # | claim | what holds | tested where |
 # |---|---|---|
-# | speed-up = 1 + γ · acceptance rate | with accepted / drafted it is the tokens per round, by definition; with α it is far too high. Neither is a speed-up | more drafts per round |
+# | speed-up = 1 + γ · acceptance rate | with accepted / drafted it is the tokens per round, by definition; with α it is far too high. Neither is a speed-up. Nor is it the forwards saved: each round still runs one of the target, so those are one fewer | more drafts per round |
 # | zero quality loss | the distribution is the target's; sampled texts differ; the greedy texts were the same here (float32, an engine that rounds one row and five alike) | χ² through the engine, temperature 0 |
 # | accept with min(1, p(x)) | exact with "p without x", wrong with the residual, and slow for sampled drafts | four steps |
 # | linear speed-up | with the same α at every position, the tokens per round never exceed 1/(1 − α) | more drafts per round |

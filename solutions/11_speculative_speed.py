@@ -39,7 +39,7 @@ from minillm.trace import DraftProposed, DraftsPlanned
 from minillm.viz import DraftDecision, PositionAcceptance, SpeedPoint, SpeedUpSurface, show
 from minillm.viz.charts import Axis, LineChart, Series
 
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 DRAFT = os.environ.get("MINILLM_DRAFT", "minicoder-draft")  # a small model with the same tokenizer
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
@@ -574,7 +574,7 @@ LineChart(
 # where that sum is the loss, KL comes first or is mixed in. The bundled draft model was trained on KL + the rejection
 # rate + a little cross-entropy: `minillm/training/distill.py`.)
 #
-# ### Exercise 6: how many drafts, in this step?
+# ### Exercise 6 (optional): how many drafts, in this step?
 #
 # γ need not be the same for all requests, nor in every step. One request is in the middle of a table of constants, the
 # next writes prose. So take the drafts of all requests in one order, the most probable first, and as many of them as
@@ -847,7 +847,7 @@ claim("Prices of another machine cost most.", min(speeds, key=speeds.get) == "pr
 #
 # | system | what it drafts | how many |
 # |---|---|---|
-# | vLLM | `ngram`, `suffix`, `draft_model`, `medusa`, `eagle`, `eagle3`, `mtp` and others | `num_speculative_tokens`, by batch size if wanted; adaptive verification ranks drafts by survival, with profiled step costs |
+# | vLLM | `ngram`, `suffix`, `draft_model`, `medusa`, `eagle`, `eagle3`, `mtp` and others | `num_speculative_tokens`, by batch size if wanted; adaptive verification (for `dspark` only) ranks drafts by survival, with profiled step costs |
 # | EAGLE 1 to 3 | one layer on the target's hidden states; a fixed tree at first, from EAGLE-2 on trees that grow where it is confident | a budget of nodes |
 # | Medusa | heads on the target's last hidden state, all guesses in one pass | a fixed tree |
 # | Hydra | heads that run one after another, because each also reads the tokens guessed before it | a fixed tree |
@@ -878,7 +878,7 @@ for name, tokens_per_step, faster in (
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | speed-up = 1 + γ × acceptance | that is τ, and only if "acceptance" means accepted / drafted; the speed-up divides by γc + v | the literature's claims |
+# | speed-up = 1 + γ × acceptance | that is τ, and only if "acceptance" means accepted / drafted; the speed-up divides by γc + v. (The article says "forward passes saved": of the target's, a round saves τ − 1) | the literature's claims |
 # | linear in γ | with the same α at every position τ never exceeds 1 / (1 − α); with c > 0 the speed-up has a maximum, then falls below 1 | the same |
 # | 60–70% acceptance gives 2.0–2.8× | three numbers have that name: with γ = 5, c = 0.1 and free verification, 65% gives 1.76× if it is the conditional acceptance, 2.83× if it is accepted / drafted | the same |
 # | speculative decoding makes a server faster | with one request it does, where drafts are accepted; with eight together, where this lesson was recorded, the draft model gained little or nothing, and n-grams made it slower | Measure |

@@ -39,7 +39,7 @@ from minillm.viz import CodebookCells, KeptCache, KeptPart, PointCloud
 from minillm.viz.charts import Axis, LineChart, Series
 from minillm.viz.charts.zoo_chart import zoo_chart
 
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # a Llama or SmolLM checkpoint works too
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # a Llama, Mistral, Qwen2 or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 
@@ -767,7 +767,7 @@ quoted(
 #
 # | claim | what holds here | tested where |
 # |---|---|---|
-# | ThinK saves over 20% of the memory | the bytes are right. The plain cache's prediction is not kept: the argmax changes for a part of the tokens | exercise 1, Measure |
+# | ThinK saves over 20% of the memory | the bytes are right. The plain cache's prediction is not kept: the argmax changes for a part of the tokens. (Tested alone, not on top of token eviction.) | exercise 1, Measure |
 # | LoRC loses little at 55 to 60% | not with this model: with half of the ranks it loses the most of all techniques under Measure. (Not tested as in the paper: all layers keep the same share here.) The chart of exercise 2 shows how much of the keys is lost | exercise 2, Measure |
 # | CommVQ works at 2 bits | it reaches an eighth of the bytes, with a loss that twice the bits make much smaller. (Not trained as in the paper: here one stage is fitted after the other, on a few texts.) | exercise 4, Measure |
 # | Squeezed Attention reads a third without loss | a third was not measured; a quarter and a half are not without loss. Whether it loses less than SnapKV at a quarter of the bytes: see their difference and its error, printed under Measure | exercise 5, Measure |

@@ -28,7 +28,7 @@
 #
 # You need lesson 1 (RoPE), lesson 2 (the cache) and lesson 6 (blocks and the prefix cache). Everything runs on a
 # laptop's CPU. The engine runs each step as one [compiled function](glossary.md#compiled-step), which is compiled the
-# first time it runs on a machine; that takes up to two minutes behind a progress bar.
+# first time it runs on a machine; that takes up to a minute behind a progress bar.
 
 # %%
 import math
@@ -51,7 +51,7 @@ from minillm.teaching.workshop.l14_store import Key, SpanStore
 from minillm.viz import MovedSuffix, TimedPart, TransferRow, TransferTimeline
 from minillm.viz.charts import Axis, LineChart, Series
 
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 
@@ -829,6 +829,7 @@ print(f"here, KVPR:  recompute {best[NAME]} of {N} tokens with this model's own 
 # | recomputing part of a cache while the rest is sent saves time | with multi-head attention; with grouped heads the activations are mostly the larger ones | exercise 2 |
 # | rotating the keys makes an edit exact | in the first layer only | exercise 3 |
 # | documents can be computed alone | the predictions change, with rotation less than without | Measure |
+# | MatKV halves the power | not tested: nothing here measures power | |
 #
 # **Papers.** Shin et al. 2025, *MatKV*. Jiang et al. 2024, *KVPR*. He et al. 2024, *Let the Code LLM Edit Itself When
 # You Edit the Code* (PIE). Su et al. 2021, *RoFormer* (RoPE). Yao et al. 2024, *CacheBlend*.

@@ -35,7 +35,7 @@ from minillm.models.held_out import held_out_prompts
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.viz.timeline.latency_waterfall import Latency, LatencyWaterfall
 
-name = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+name = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 draft_name = os.environ.get("MINILLM_DRAFT", "minicoder-draft")
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # one thread for PyTorch and for the compiled step
@@ -166,7 +166,8 @@ LatencyWaterfall("24 tokens after 200: the start", [start])
 # %% [markdown]
 # The picture shows what is *not* worth improving: tokenising, detokenising and the queue. (A single request does not
 # wait for others; what is left of the queue is the engine's own work before a step.) Two parts count: the prompt and
-# the new tokens. As lesson 3 found, arithmetic limits the prompt and memory the new tokens. By how much?
+# the new tokens. Lesson 3 found that arithmetic limits the prompt, and that decoding a small model in plain PyTorch
+# reaches neither limit. What takes its time?
 #
 # ### Profile
 #
@@ -606,8 +607,8 @@ print(f"tokens before the first that differs: {first}")
 # The cell shows the price: how many completions still have the tokens of float32. Other tokens are not necessarily worse
 # tokens; lesson 5 measures the loss in quality. Both parts of the bar shrink: the prompt because its arithmetic is cheaper,
 # the tokens because there is less to read and the products take fewer instructions (the two are not measured separately
-# here). **Python** has become visible. In plain PyTorch it was a thin line. It has not grown; everything around it has
-# shrunk (Amdahl 1967: the part that is not made faster is what remains).
+# here). **Python** has become visible. In plain PyTorch it was a thin line beside the parts that have shrunk since
+# (Amdahl 1967: the part that is not made faster is what remains).
 #
 # ### Step 5: a draft model on top
 #
@@ -711,7 +712,7 @@ seconds = race(w8a8_engines)
 draft_rows = [Latency("W8A8", seconds["W8A8"]), Latency("W8A8 + draft", seconds["W8A8 + draft"], "W8A8")]
 gain = draft_rows[0].total / draft_rows[1].total
 print(f"the whole completion: {gain:.2f}×")
-claim("The gain is below the 2 to 2.8 times that articles on drafts promise (quoted).", gain < 2, measured=True)
+claim("The gain is below the 2 to 2.8 times that an article on drafts promises (quoted).", gain < 2, measured=True)
 LatencyWaterfall("Step 5: a draft model on top", draft_rows)
 
 # %%
@@ -917,13 +918,31 @@ claim(
 # (Stopping at the end of a line is not wrong; a benchmark that counts it as 24 tokens is.) None of the four generates a
 # wrong token.
 #
+# **Find the mistakes.** An article ends with a "production stack" for vLLM: Llama 3 70B on four GPUs, its cache in INT8, and
+# Llama 3 8B as the draft model. In our own words, its code
+#
+# * gives `LLM` the plain 70B checkpoint, `draft_model` with the 8B checkpoint, `tensor_parallel_size=4`,
+#   `quantization="awq"` and `enable_prefix_caching=True`;
+# * gives `SamplingParams` a temperature, `speculative_model` with the 8B checkpoint, and `num_speculative_tokens=5`.
+#
+# <details><summary>What did you find?</summary>
+#
+# 1. vLLM's `LLM` has no option `draft_model`: this call raises. Drafting is set as here, by
+#    `speculative_config={"method": "draft_model", "model": …, "num_speculative_tokens": 5}`.
+# 2. `SamplingParams` has neither `speculative_model` nor `num_speculative_tokens`. Drafting belongs to the engine, not to
+#    a request.
+# 3. `quantization="awq"` loads weights that were quantised with AWQ before. The checkpoint named here was not.
+# 4. The INT8 cache is missing: it takes a `kv_cache_dtype`.
+#
+# </details>
+#
 # ## In the field
 #
 # | where | what |
 # |---|---|
 # | llama.cpp | the strongest peer for one request on a CPU: a graph of C kernels with no Python between them, weights repacked for the processor, `Q8_0` is W8A8 in blocks of 32; `minillm bench decode` and `prefill` compare |
-# | vLLM | the same remedy on a GPU: CUDA graphs replace hundreds of launches by one; `enforce_eager=True` switches them off |
-# | gpt-fast | `torch.compile(mode="reduce-overhead")`: the compiler fuses operations, and CUDA graphs launch the step as one |
+# | vLLM, SGLang | the same remedy on a GPU: CUDA graphs replace hundreds of launches by one; vLLM's `enforce_eager=True` switches them off |
+# | gpt-fast, transformers with a static cache | `torch.compile(mode="reduce-overhead")`: the compiler fuses operations, and CUDA graphs launch the step as one |
 # | oneDNN, OpenBLAS, BLIS | panels ("packing") and register tiles: Goto and van de Geijn 2008 is where they come from |
 # | ONNX Runtime, OpenVINO | whole graphs compiled for a CPU, W8A8 with VNNI |
 # | editors | keep the prefix cache of the open file, cancel requests that are out of date, stop at the end of the line: this can be worth more than all of the above |

@@ -15,7 +15,7 @@
 # There are two ways to use more machines.
 #
 # * **Split the model** ([tensor parallelism](glossary.md#tensor-parallelism)). Every machine holds a part of every
-#   layer. All of them work on the same token, and exchange numbers several times per layer.
+#   layer. All of them work on the same token, and exchange numbers in every layer.
 # * **Copy the model** ([replicas](glossary.md#replica)). Every machine holds all of it and serves other requests. They
 #   exchange nothing.
 #
@@ -44,7 +44,7 @@ from minillm.trace import StepFinished, Trace
 from minillm.viz import CachePagesView, LiveView, SplitLayer, TimelineView, show
 from minillm.viz.charts import Axis, LineChart, Series
 
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # one processor for each process
 
@@ -613,6 +613,8 @@ claim(
 # |---|---|
 # | Megatron-LM | the column and row split of this lesson, for training |
 # | vLLM, SGLang | `tensor_parallel_size` (SGLang: `tp_size`): the same split; all-reduces of their own for small tensors; KV heads are copied where there are too few |
+# | transformers | `tp_plan="auto"` under `torchrun`: the same split |
+# | llama.cpp | whole layers on each GPU (`--split-mode layer`, the default), or matrices split by rows (`row`) |
 # | vLLM under `torchrun` | `distributed_executor_backend="external_launcher"`: every process runs the same script and the same scheduler, as minillm does under `torchrun` |
 # | SGLang's router, llm-d, NVIDIA Dynamo | replicas behind a router that knows prefixes and queues |
 # | pipeline parallelism | whole layers on each rank: one message per boundary instead of two sums per layer, but a token passes through all of them in turn |
@@ -620,10 +622,11 @@ claim(
 # ### Your script on vLLM
 #
 # This script uses only options that vLLM has, so it runs on both, and only the name of the module differs. (`model`,
-# `prompts` and `watch` are set before: `watch` is `LLM.trace` here, and `minillm.trace.of_vllm` for vLLM.) If vLLM is
-# installed here and can be watched, it runs now. Otherwise you see a **recorded run** of vLLM 0.32 on a CPU: other
-# prompts and lengths, several completions per prompt, and a version of the bundled model that may be older than yours.
-# What vLLM's scheduler did was turned into this project's events (`minillm.trace.of_vllm`), so the pictures of lessons 0, 6 and 7 draw it.
+# `prompts` and `watch` are set before: `watch` is `LLM.trace` here, and for vLLM it is `of_vllm`, after
+# `from minillm.trace import of_vllm`.) If vLLM is installed here and can be watched, it runs now. Otherwise you see a
+# **recorded run** of vLLM 0.32 on a CPU: other prompts and lengths, several completions per prompt, and a version of the
+# bundled model that may be older than yours. `of_vllm` turned what vLLM's scheduler did into this project's events, so
+# the pictures of lessons 0, 6 and 7 draw it.
 
 # %%
 SCRIPT = """

@@ -24,6 +24,7 @@ from minillm.errors import (
     PromptError,
     QueueOverflowError,
     RequestTooLargeError,
+    UnknownOptionError,
     UnsupportedError,
 )
 from minillm.trace import RequestAdded, RequestFinished
@@ -144,6 +145,10 @@ def test_a_bad_request_is_refused_and_disturbs_no_other(tiny: TinyPair) -> None:
             await refused(ConfigError, "x", replace(GREEDY, stop_token_ids=[10_000]), "b")
             await refused(RequestTooLargeError, "x", ENDLESS, "c")
             await refused(MinillmError, "x", GREEDY, "a#b")
+            with pytest.raises(UnknownOptionError, match=r"AsyncLLM\.add_request has no option 'lora_request'"):
+                await engine.add_request("d", "x", GREEDY, lora_request=None)
+            with pytest.raises(UnknownOptionError, match=r"AsyncLLM\.generate has no option 'lora_request'"):
+                engine.generate("x", GREEDY, "d", lora_request=None)
             return await good
 
         assert len(run(job).outputs[0].token_ids) == 24
@@ -227,6 +232,24 @@ def test_a_request_is_aborted_by_its_id(tiny: TinyPair) -> None:
             assert (await last(engine, PROMPTS[1], "a")).finished  # the id is free again
 
         run(job)
+
+
+def test_requests_that_come_and_go_in_the_inner_engine_disturb_no_other(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def aborted_there(request_id: str) -> None:
+            stream = await engine.add_request(request_id, PROMPTS[0], ENDLESS)
+            engine._inbox.put(lambda: engine.llm_engine.abort_request(request_id))
+            assert not [output async for output in stream if output.finished]
+
+        async def job() -> None:
+            engine.llm_engine.add_request("no stream", PROMPTS[2], GREEDY)
+            other = await engine.add_request("b", PROMPTS[0], GREEDY)
+            await aborted_there("a")
+            assert [output async for output in other][-1].finished
+            await aborted_there("a")  # which leaves the engine nothing to do
+
+        run(lambda: asyncio.wait_for(job(), 20))
 
 
 def test_a_request_over_the_limit_is_refused_until_another_ends(tiny: TinyPair) -> None:
@@ -409,6 +432,20 @@ def test_an_event_loop_that_ends_leaves_nothing_behind(tiny: TinyPair) -> None:
         run(leave)
         assert len(run(lambda: last(engine, PROMPTS[1], "b")).outputs[0].token_ids) == 24
         run(lambda: last(engine, PROMPTS[1], "a"))
+
+
+def test_a_request_whose_event_loop_closes_before_it_hears_of_the_end_takes_no_room(tiny: TinyPair) -> None:
+    with served(tiny, limit=1) as engine:
+        ended, told = threading.Event(), threading.Event()
+        engine.llm_engine.engine.listeners.append(lambda e: isinstance(e, RequestFinished) and ended.set())
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(engine.add_request("a", PROMPTS[0], replace(GREEDY, max_tokens=1)))
+        assert ended.wait(PATIENCE_S)
+        engine._inbox.put(told.set)  # which is done after the step
+        assert told.wait(PATIENCE_S) and engine.num_unfinished == 1
+        loop.close()
+        assert engine.num_unfinished == 0
+        run(lambda: last(engine, PROMPTS[1], "b"))
 
 
 def test_coming_and_going_at_random_loses_no_request_and_no_block(tiny: TinyPair) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,14 @@ def test_a_text_that_holds_a_mark_is_refused(llm: LLM, mark: str) -> None:
         llm.fim_prompt("a = ", f"x{mark}")
     with pytest.raises(PromptError, match="the prefix contains"):
         llm.fim_prompt(mark, "")
+
+
+@pytest.mark.parametrize("given", [None, ["a"], b"a"])
+def test_what_is_no_text_is_refused(llm: LLM, given: Any) -> None:
+    with pytest.raises(PromptError, match=f"the suffix must be text, not {type(given).__name__}"):
+        llm.fim_prompt("a = ", given)
+    with pytest.raises(PromptError, match="the prefix must be text"):
+        llm.fim_prompt(given, "")
 
 
 def test_a_tokenizer_without_the_tokens_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from minillm.errors import (
     NonFiniteLogitsError,
     PromptError,
     RequestTooLargeError,
+    UnknownOptionError,
 )
 from minillm.llm_engine import LLMEngine
 from minillm.ops.paged_attention import paged_attention
@@ -287,6 +288,15 @@ def test_a_refused_request_leaves_nothing_behind(tiny: TinyPair, prompt: Any, pa
     last = drain(llm)
     assert [last["good"].outputs[0].token_ids] == expected(tiny)[0]
     assert last["bad"].finished
+
+
+def test_an_argument_that_only_vllms_engine_has_is_refused_by_name(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    with pytest.raises(UnknownOptionError, match=r"LLMEngine\.add_request has no option 'lora_request'"):
+        llm.add_request("a", PROMPTS[0], GREEDY, lora_request=None)
+    assert not llm.has_unfinished_requests()
+    with pytest.raises(UnknownOptionError, match="from_engine_args has no option 'usage_context'; it has: engine_args"):
+        LLMEngine.from_engine_args(engine_args=None, usage_context=None)
 
 
 # ------------------------------------------------------------------------------------------------------------- abort

@@ -7,14 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
+from transformers import AutoTokenizer
 
 from minillm.errors import CheckpointError, PromptError
+from minillm.models import bundled
 from minillm.tokenizer import Detokenizer, Tokenizer
 from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
 from tests.conftest import TEXTS, TinyPair
@@ -226,6 +229,51 @@ def test_transformers_has_the_same_tokenizer(folder: Path) -> None:
     assert len(tokenizer.hf()) == tokenizer.vocab_size
 
 
+def added(content: str, **flags: bool) -> dict[str, Any]:
+    """A token as `tokenizer_config.json` has it."""
+    return {"content": content, "lstrip": False, "normalized": False, "rstrip": False, "special": False, **flags}
+
+
+LISTED = {"1000": added("<b>", lstrip=True), "999": added("<a>", special=True), "9": added("<c>")}
+CONFIGS = {
+    "listed": {"added_tokens_decoder": LISTED},
+    "listed again": {"added_tokens_decoder": {"4": added("<tool>", special=True)}},
+    "named": {"mask_token": "<a>", "pad_token": "<b>", "image_token": "<c>"},
+    "named, in the vocabulary": {"unk_token": "<tool>", "eos_token": "def"},
+    "named with flags": {"bos_token": {"__type": "AddedToken", **added("<a>", lstrip=True)}},
+    "listed and named": {"added_tokens_decoder": {"999": added("<a>")}, "pad_token": "<a>", "eos_token": "<tool>"},
+    "further": {"extra_special_tokens": [{"__type": "AddedToken", **added("<a>")}, "<b>", "<tool>"]},
+    "further, with names": {"extra_special_tokens": {"audio": "<a>"}, "bos_token": "<b>"},
+    "further, by the older name": {"additional_special_tokens": ["<b>", "<a>"], "extra_special_tokens": []},
+    "listed and further": {"added_tokens_decoder": LISTED, "additional_special_tokens": ["<c>", "<tool>"]},
+}
+"""What a `tokenizer_config.json` may say of tokens."""
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_tokens_that_only_the_configuration_names_are_those_of_transformers(
+    folder: Path, config: dict[str, Any]
+) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens([AddedToken("<tool>", special=False)])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+    tokenizer, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.encode("def <a> and <b><c> and <tool>: <|endoftext|>")
+    assert ids == theirs.encode("def <a> and <b><c> and <tool>: <|endoftext|>")
+    assert tokenizer.backend.get_vocab() == theirs.get_vocab()
+    for skip in (True, False):
+        text = theirs.decode(ids, skip_special_tokens=skip)
+        assert "".join(pieces(tokenizer, ids, skip)) == tokenizer.decode(ids, skip) == text
+    assert tokenizer.eos_id == theirs.eos_token_id
+
+
+def test_a_configuration_that_names_nothing_new_changes_nothing() -> None:
+    folder = bundled.path("minicoder")
+    expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert Tokenizer.from_folder(folder).backend.to_str() == expected.to_str()
+
+
 @pytest.mark.parametrize("legacy", [None, True, False])
 def test_spaces_in_front_of_a_text_are_those_of_sentencepiece(tmp_path: Path, legacy: bool | None) -> None:
     """transformers' `LlamaTokenizer` gives four `▁` for four spaces, SentencePiece one more."""
@@ -297,12 +345,13 @@ def test_a_broken_configuration_of_a_tokenizer_is_named(
         Tokenizer.from_folder(folder)
 
 
-@pytest.mark.parametrize("named", ["<|endoftext|>", {"content": "<|endoftext|>"}, None, "<|none|>", 5])
+@pytest.mark.parametrize("named", ["<|endoftext|>", {"content": "<|endoftext|>"}, None, "<|new|>", 5])
 def test_the_tokenizers_configuration_names_the_end_of_text(tiny: TinyPair, tmp_path: Path, named: object) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny.target, folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
-    expected = 0 if named in ("<|endoftext|>", {"content": "<|endoftext|>"}) else None
+    next_id = Tokenizer.from_folder(tiny.target).vocab_size
+    expected = next_id if named == "<|new|>" else None if named in (None, 5) else 0
     assert Tokenizer.from_folder(folder).eos_id == expected
 
 

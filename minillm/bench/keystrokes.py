@@ -1,8 +1,9 @@
 """From a key to the suggestion: code completion as JupyterLab uses it, without the browser.
 
 A Jupyter server with the extension runs in a process of its own. This process types held-out code after 200 tokens of
-context, one character at a time, and asks for 24 tokens at every key, as the front end does. Time runs from sending the
-request to the parsed answer: HTTP, Jupyter, tokenising, prompt, drafts, new tokens, text.
+context, one character at a time, and asks for 24 tokens at every key. (JupyterLab does not ask while only white space
+is before the cursor on its line.) Time runs from sending the request to the parsed answer: HTTP, Jupyter, tokenising,
+prompt, drafts, new tokens, text.
 
 - `first key`: nothing of the code is in the prefix cache.
 - `next key`: the code was there at the key before, so all but the last blocks are cached.

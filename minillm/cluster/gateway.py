@@ -19,12 +19,13 @@ from http import HTTPStatus
 from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 
 from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.replica import HttpCall, ReplicaSettings, ResponseStart
 from minillm.cluster.stream_replay import StreamReplay, can_replay
 from minillm.errors import EngineDeadError
-from minillm.serve.disconnects import EventStream, unless_disconnected
+from minillm.serve.disconnects import CLOSED_REQUEST, EventStream, unless_disconnected
 from minillm.serve.http_errors import ApiError, error_event, install_error_handlers
 from minillm.serve.middleware import install_checks
 from minillm.serve.responses import END
@@ -71,7 +72,11 @@ def build_gateway(
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def forward(request: Request) -> Response:
-        path, body = request.scope["path"], await request.body()  # the path that `KeyCheck` has seen
+        path = request.scope["path"]  # the one that `KeyCheck` has seen
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=CLOSED_REQUEST)
         hashes = await asyncio.to_thread(reader.block_hashes, path, body) if reader and body else []
         headers = tuple(pair for pair in request.headers.raw if pair[0] == FORWARDED)
         call = HttpCall(request.method, path, headers, body, tuple(hashes))

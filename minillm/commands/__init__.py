@@ -1,1 +1,1 @@
-"""The subcommands of `minillm`, one per file; `parser` lists them."""
+"""The subcommands of `minillm`, one per file, which `parser` lists, and what they share."""

@@ -1,4 +1,4 @@
-"""`minillm doctor`: report what runs on this machine, what does not, and why."""
+"""`minillm doctor`: report what runs on this machine, what does not, and the fix."""
 
 from __future__ import annotations
 

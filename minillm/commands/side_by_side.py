@@ -1,4 +1,4 @@
-"""`minillm demo`: the bundled model with and without its draft model, on the same prompts, side by side."""
+"""The two engines of `minillm demo`: the bundled model with and without its draft model, on the same prompts."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from html import escape
 from minillm.complete.suggestion import Suggestion
 from minillm.trace import Trace
 from minillm.viz.draw.output import as_html, place
+from minillm.viz.draw.plural import plural
 from minillm.viz.pages.cache_pages import CachePagesView
 from minillm.viz.speculation.acceptance import AcceptanceStrip
 
@@ -18,7 +19,8 @@ def panel_html(found: Suggestion, trace: Trace) -> str:
     """
     pages = CachePagesView(trace, narrow=True)
     pictures = [AcceptanceStrip(trace, narrow=True).to_svg(), pages.to_svg(pages.most_informative_step())]
-    text = f"<pre>{escape(found.text)}</pre>" if found.text else "<p>The model suggests nothing here.</p>"
+    # A browser drops a newline right behind <pre>, and a suggestion may begin with one.
+    text = f"<pre>\n{escape(found.text)}</pre>" if found.text else "<p>The model suggests nothing here.</p>"
     return f"<p>{escape(facts(found))}</p>{text}{as_html([place(picture) for picture in pictures])}"
 
 
@@ -26,7 +28,7 @@ def facts(found: Suggestion) -> str:
     """The numbers of one suggestion, in a line."""
     how = "between the code before and after the cursor" if found.fills_gap else "after the code before the cursor"
     parts = [
-        f"{found.new_tokens} tokens in {found.milliseconds:.0f} ms {how}",
+        f"{plural(found.new_tokens, 'token')} in {found.milliseconds:.0f} ms {how}",
         f"{found.cached_tokens} of {found.prompt_tokens} prompt tokens were in the cache",
     ]
     if found.dropped_characters:

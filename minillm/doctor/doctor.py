@@ -1,7 +1,7 @@
-"""`minillm doctor`: report what runs on this machine, what does not, and the fix.
+"""`minillm.doctor()`: report what runs on this machine, what does not, and the fix.
 
 The checks import packages only when they run, so importing this file is fast, and the first cell of a lesson can call
-`minillm.doctor()`.
+the function.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from minillm.cache.block_pool import BlockPool, BlockPoolError
 from minillm.config import EngineArgs
 from minillm.engine.kv_cache_manager import KVCacheManager
 from minillm.request import Request
-from minillm.speculative.draft_policy import DraftPolicy
+from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
 from minillm.speculative.drafter import NO_DRAFT, Draft
-from minillm.trace import BlocksFreed, DraftsPlanned, Event, RequestPreempted, WorkKind
+from minillm.trace import BlocksFreed, DraftReason, DraftsPlanned, Event, RequestPreempted, WorkKind
 
 
 @dataclass(slots=True)
@@ -123,6 +123,8 @@ class Scheduler:
         """Steps since the draft policy was asked, because its plan, to draft nothing, holds."""
         self._steps_to_plan = 0
         """How many more steps the plan holds for."""
+        self._told: tuple[DraftReason, dict[Request, int]] = ("fixed", {})
+        """What the latest `DraftsPlanned` says."""
         self.emit = emit
         self.kv_cache_manager = self.kv_cache_manager_cls(pool, bool(config.enable_prefix_caching), emit, copy_blocks)
         self.on_drop: Callable[[Request], None] = _ignore
@@ -231,25 +233,37 @@ class Scheduler:
     def _plan_drafts(self) -> dict[Request, int]:
         """Most drafts of each running request in this step."""
         self.asked_policy = False
-        limit = self.disable_by_batch_size
-        if self.draft_policy is None or (limit is not None and len(self.running) + len(self.waiting) > limit):
+        if self.draft_policy is None:
             return {}
-        if self._steps_to_plan:
+        limit = self.disable_by_batch_size
+        too_many = limit is not None and len(self.running) + len(self.waiting) > limit
+        if self._steps_to_plan and not too_many:
             self._steps_to_plan -= 1
             self._steps_since_plan += 1
             return {}
         decoding = [request for request in self.running if request.is_decoding]
         if not decoding:
             return {}
-        self._end_plan()
-        plan = self.draft_policy.plan(decoding, self._rows_without_drafts())
-        self.asked_policy = True
-        if len(decoding) == len(self.running):
-            self._steps_to_plan = plan.num_steps - 1
-        if plan.speedups:
-            ids = [request.request_id for request in decoding]
-            self.emit(DraftsPlanned(ids, plan.num_drafts, plan.survival, plan.speedups))
-        return dict(zip(decoding, plan.num_drafts, strict=True))
+        if too_many:
+            plan = DraftPlan([0] * len(decoding), reason="batch_size")
+        else:
+            self._end_plan()
+            plan = self.draft_policy.plan(decoding, self._rows_without_drafts())
+            self.asked_policy = True
+            if len(decoding) == len(self.running):
+                self._steps_to_plan = plan.num_steps - 1
+        most_drafts = dict(zip(decoding, plan.num_drafts, strict=True))
+        self._tell(plan, most_drafts)
+        return most_drafts
+
+    def _tell(self, plan: DraftPlan, most_drafts: dict[Request, int]) -> None:
+        """Emit `plan`, unless it predicts nothing and says of no request what the latest event did not."""
+        reason, told = self._told
+        if plan.reason == reason and not plan.speedups and (reason == "fixed" or most_drafts.items() <= told.items()):
+            return
+        ids = [request.request_id for request in most_drafts]
+        self.emit(DraftsPlanned(ids, plan.num_drafts, plan.survival, plan.speedups, plan.reason))
+        self._told = plan.reason, most_drafts
 
     def _rows_without_drafts(self) -> int:
         """About how many tokens this step has if nothing is drafted: those of the running requests, and those of the

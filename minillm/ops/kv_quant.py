@@ -13,7 +13,7 @@ Affine (INT4 of KIVI): a group has a scale and a zero point, so all codes lie be
 Codes are always computed from the *stored* scale, not from the exact one; otherwise the error bounds would not hold.
 
 Why two 16-bit formats. A symmetric scale needs range: bfloat16 has the range of float32, so no amax underflows. (A
-float16 scale underflows below 6e-8 and loses precision below 6e-5, which is an amax of 0.008.) Rounding the scale to
+float16 scale becomes 0 below 3e-8 and loses precision below 6e-5, which is an amax of 0.008.) Rounding the scale to
 bfloat16 costs no code: amax / s ≤ 127 · (1 + 2^-8) < 127.5. An affine zero point needs precision more than range,
 because a channel of keys may lie far from zero and vary little: float16 is eight times as precise. Its largest number
 is 65504; a larger key or value becomes infinite, and the engine rejects the logits.

@@ -58,14 +58,14 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, template: ChatTemplate
         """Complete prompts, or fill the gap before `suffix`."""
         check_model(body.model)
         job = await asyncio.to_thread(CompletionJob, engine, settings, body)  # it may tokenise a long text
-        return await unless_disconnected(request, job.respond(metrics.observe))
+        return await unless_disconnected(request, job.respond())
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         check_model(body.model)
         job = await asyncio.to_thread(ChatJob, engine, settings, chats, body)  # the first one loads the template
-        return await unless_disconnected(request, job.respond(metrics.observe))
+        return await unless_disconnected(request, job.respond())
 
     @app.get("/v1/models")
     async def models() -> ModelList:

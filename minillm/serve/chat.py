@@ -16,7 +16,7 @@ from minillm.serve.choice_stream import ChoiceStream, Delta
 from minillm.serve.disconnects import EventStream
 from minillm.serve.http_errors import ApiError, error_event
 from minillm.serve.logprobs import chat_logprobs
-from minillm.serve.prompt_batch import Observer, PromptBatch
+from minillm.serve.prompt_batch import PromptBatch
 from minillm.serve.requests import ChatRequest
 from minillm.serve.responses import (
     END,
@@ -75,9 +75,9 @@ class ChatJob:
         stated = inputs.model_config.sampling_defaults.get("max_tokens")
         return stated if stated is not None and stated < inputs.room_after(num_prompt_tokens) else None
 
-    async def respond(self, on_finish: Observer) -> Response:
+    async def respond(self) -> Response:
         """Run it. Returns the answer, or the stream of its chunks."""
-        batch = await PromptBatch.start(self.engine, self.id, [self.prompt], self.params, self.body.priority, on_finish)
+        batch = await PromptBatch.start(self.engine, self.id, [self.prompt], self.params, self.body.priority)
         if self.body.stream:
             return EventStream(self._events(batch), batch.aclose)
         [output] = await batch.finish()

@@ -18,7 +18,7 @@ from minillm.serve.choice_stream import ChoiceStream, Delta
 from minillm.serve.disconnects import EventStream
 from minillm.serve.http_errors import ApiError, error_event
 from minillm.serve.logprobs import completion_logprobs
-from minillm.serve.prompt_batch import Observer, PromptBatch
+from minillm.serve.prompt_batch import PromptBatch
 from minillm.serve.requests import MAX_PROMPTS, CompletionRequest
 from minillm.serve.responses import END, Completion, CompletionChoice, Usage, event
 from minillm.serve.settings import ServerSettings
@@ -77,9 +77,9 @@ class CompletionJob:
             return {"prompt": given}
         return {"prompt": given, "prompt_token_ids": self.tokenizer.encode(given, add_special_tokens=False)}
 
-    async def respond(self, on_finish: Observer) -> Response:
+    async def respond(self) -> Response:
         """Run it. Returns the answer, or the stream of its chunks."""
-        batch = await PromptBatch.start(self.engine, self.id, self.prompts, self.params, self.body.priority, on_finish)
+        batch = await PromptBatch.start(self.engine, self.id, self.prompts, self.params, self.body.priority)
         if self.body.stream:
             return EventStream(self._events(batch), batch.aclose)
         outputs = await batch.finish()

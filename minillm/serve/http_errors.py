@@ -1,6 +1,7 @@
 """Errors as OpenAI's API writes them: `{"error": {"message": …, "type": …, "param": …, "code": 400}}`.
 
-Types and status codes follow vLLM's server, whose 401 has no such body.
+The types are like those of vLLM's own checks, and its 401 has no such body. A request to an engine that has ended is
+answered 503 here, 500 there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ RETRY_AFTER_S = "1"
 UNEXPECTED = "the server failed while it worked on the request; its log says why"
 MAX_LISTED, MAX_WHERE = 5, 100
 """Of what is wrong with a body: so many errors are listed, and so many characters of each field's name."""
-NOT_AN_OBJECT = "the body must be a JSON object, sent with the header 'Content-Type: application/json'"
+NOT_AN_OBJECT = "the body must be a JSON object in UTF-8, sent with the header 'Content-Type: application/json'"
 
 
 class ApiError(MinillmError):
@@ -105,7 +106,7 @@ def _with_fix(app: FastAPI, request: Request, problem: HTTPException) -> str:
     if problem.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         return f"{path} does not take {request.method}; use {allowed}"
     if problem.status_code == HTTPStatus.BAD_REQUEST:  # a body that the framework cannot read
-        return NOT_AN_OBJECT
+        return f"{NOT_AN_OBJECT}; it cannot be read: {problem.__cause__}"
     return str(problem.detail)
 
 

@@ -15,7 +15,6 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from minillm.async_llm import AsyncLLM
-from minillm.outputs import RequestOutput
 from minillm.trace import (
     BlocksShared,
     Event,
@@ -40,7 +39,12 @@ def one_two_five(most: int) -> tuple[int, ...]:
 
 
 class ServerMetrics:
-    """Counters and histograms of one engine. Listens to its events from the moment it is made."""
+    """Counters and histograms of one engine. Listens to its events from the moment it is made.
+
+    A prompt with several choices is several requests, as in vLLM. Times begin when a request enters the engine's queue,
+    as in `RequestOutput.metrics`. vLLM's times to the first and the last token also have what comes before: the
+    tokenising, and the rest of the step that runs then.
+    """
 
     def __init__(self, engine: AsyncLLM, model_name: str) -> None:
         self.engine = engine
@@ -64,12 +68,12 @@ class ServerMetrics:
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         success = counter("request_success", "Ended requests.", "finished_reason")
         self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort")}
-        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", LONG)
+        self.first_token = histogram("time_to_first_token_seconds", "From entering the queue to the first token.", LONG)
         self.between_tokens = histogram("inter_token_latency_seconds", "Between two steps that gain tokens.", SHORT)
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Per token after the first, averaged over each request.", SHORT
         )
-        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LONG)
+        self.whole = histogram("e2e_request_latency_seconds", "From entering the queue to the last token.", LONG)
         self.queued = histogram("request_queue_time_seconds", "In the engine's queue, to the first step.", LONG)
         self.prefilled = histogram("request_prefill_time_seconds", "From the first step to the first token.", LONG)
         self.decoded = histogram("request_decode_time_seconds", "From the first token to the last.", LONG)
@@ -79,7 +83,7 @@ class ServerMetrics:
         self.tokens_of_output = histogram("request_generation_tokens", "Generated tokens of a request.", numbers)
         self.registry.register(_Gauges(engine, model_name))
         self._times: dict[str, _Times] = {}
-        """Of the unfinished requests. A prompt with several choices is several requests, as in vLLM."""
+        """Of the unfinished requests."""
         self._step_began = 0.0
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RequestAdded: self._added,
@@ -95,16 +99,6 @@ class ServerMetrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-    def observe(self, arrival_time: float, output: RequestOutput) -> None:
-        """Note the times of a finished prompt that arrived at `arrival_time` (`time.perf_counter`)."""
-        times = output.metrics
-        if times.last_token_time is not None:
-            self.whole.observe(times.last_token_time - arrival_time)
-        if times.first_token_time is not None:
-            self.first_token.observe(times.first_token_time - arrival_time)
-        if times.tpot is not None:
-            self.per_token.observe(times.tpot)
 
     def __call__(self, event: Event) -> None:
         """Count one event, in the engine's thread."""
@@ -148,6 +142,7 @@ class ServerMetrics:
         if times.last is None:
             times.first = now
             self.prompt_tokens.inc(times.num_prompt_tokens)
+            self.first_token.observe(now - times.added)
         else:
             self.between_tokens.observe(now - times.last)
         times.last = now
@@ -161,6 +156,9 @@ class ServerMetrics:
         self.prefilled.observe(times.first - times.began)
         self.decoded.observe(times.last - times.first)
         self.ran.observe(times.last - times.began)
+        self.whole.observe(times.last - times.added)
+        if event.num_output_tokens > 1:
+            self.per_token.observe((times.last - times.first) / (event.num_output_tokens - 1))
         self.tokens_of_prompt.observe(event.num_prompt_tokens)
         self.tokens_of_output.observe(event.num_output_tokens)
 

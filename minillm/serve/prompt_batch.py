@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from minillm.async_llm import AsyncLLM
 from minillm.input_processor import Prompt
@@ -13,28 +13,18 @@ from minillm.sampling import SamplingParams
 from minillm.serve.http_errors import ApiError
 from minillm.serve.responses import PromptTokensDetails, Usage
 
-Observer = Callable[[float, RequestOutput], None]
-"""Called with the arrival time and the finished output of each prompt."""
-
 
 class PromptBatch:
     """One stream of outputs per prompt. Closing it aborts those that have not ended."""
 
-    def __init__(self, streams: list[OutputStream], on_finish: Observer) -> None:
+    def __init__(self, streams: list[OutputStream]) -> None:
         self.streams = streams
-        self.on_finish = on_finish
         self.newest: dict[int, RequestOutput] = {}
         """Number of the prompt → its newest output."""
 
     @classmethod
     async def start(
-        cls,
-        engine: AsyncLLM,
-        name: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        priority: int,
-        on_finish: Observer,
+        cls, engine: AsyncLLM, name: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int
     ) -> PromptBatch:
         """Queue all prompts. If one is refused, those before it are aborted. Raises the errors of
         `AsyncLLM.add_request`."""
@@ -45,7 +35,7 @@ class PromptBatch:
                 "(--max-num-queued-reqs)"
             )
         engine.check_admission(wanted)
-        batch = cls([], on_finish)
+        batch = cls([])
         try:
             for number, prompt in enumerate(prompts):
                 batch.streams.append(await engine.add_request(f"{name}-{number}", prompt, params, priority=priority))
@@ -58,7 +48,7 @@ class PromptBatch:
         """Yield `(number of the prompt, its output so far)` whenever one has grown, until all are finished."""
         if len(self.streams) == 1:
             async for output in self.streams[0]:
-                self._note(0, output)
+                self.newest[0] = output
                 yield 0, output
             return
         waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(self.streams)}
@@ -67,7 +57,7 @@ class PromptBatch:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     number, output = waiting.pop(task), task.result()
-                    self._note(number, output)
+                    self.newest[number] = output
                     yield number, output
                     if not output.finished:
                         waiting[asyncio.ensure_future(anext(self.streams[number]))] = number
@@ -100,8 +90,3 @@ class PromptBatch:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(o.num_cached_tokens for o in outputs)),
         )
-
-    def _note(self, number: int, output: RequestOutput) -> None:
-        self.newest[number] = output
-        if output.finished:
-            self.on_finish(self.streams[number].arrival_time, output)

@@ -32,6 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
@@ -238,6 +239,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=-1)
     add_generation_prompt: bool = True
+    """Without it, too, the role of the answer is "assistant"; in vLLM it is that of the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as `enable_thinking` for Qwen3 and SmolLM3."""
     add_special_tokens: bool = False

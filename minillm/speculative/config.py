@@ -1,7 +1,7 @@
 """The options of speculative decoding, validated before any model is loaded.
 
 Names follow vLLM, and so do defaults unless a docstring says otherwise. `adaptive`, `disable_by_batch_size`,
-`fallback`, `lossy` and `posterior_…` are not vLLM's.
+`fallback`, `fallback_below`, `lossy`, `posterior_…` and `rejection_sample_method="typical"` are not vLLM's.
 """
 
 from __future__ import annotations
@@ -229,11 +229,16 @@ class SpeculativeConfig:
 
 
 def find_method(method: str | type[Drafter]) -> type[Drafter]:
-    """The drafter class of a method. Raises `UnsupportedError` for an unknown method."""
+    """The drafter class of a method. Raises `UnsupportedError` for an unknown method, `ConfigError` for a class that
+    lacks a method of the interface."""
     found = method if isinstance(method, type) else METHODS.get(method) if isinstance(method, str) else None
     if found is None or not issubclass(found, Drafter):
         raise UnsupportedError(
             f"speculative method {method!r} is not available; use {_any_of(METHODS)}, or pass a Drafter class"
+        )
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(
+            f"drafter {found.__name__} does not define {', '.join(missing)}; see minillm.speculative.drafter"
         )
     return found
 

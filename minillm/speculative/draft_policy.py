@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minillm.request import Request
+from minillm.trace import DraftReason
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class DraftPlan:
     plain decoding. Empty: nothing was predicted."""
     num_steps: int = 1
     """Steps that it holds for while the same requests decode and no other comes. More than one only without drafts."""
+    reason: DraftReason = "predicted"
 
 
 class DraftPolicy(ABC):
@@ -70,4 +72,4 @@ class FixedDrafts(DraftPolicy):
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
-        return DraftPlan([self.num_drafts] * len(requests))
+        return DraftPlan([self.num_drafts] * len(requests), reason="fixed")

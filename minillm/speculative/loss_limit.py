@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
 from minillm.speculative.step_times import LARGEST_CHANGE, PlainTimes
+from minillm.trace import DraftReason
 
 PLAIN_STEPS = 10
 """So many steps at a time go without drafts, to be compared."""
@@ -97,10 +98,12 @@ class LossLimit(DraftPolicy):
             return self.policy.plan(requests, num_rows)
         if any_seeded:
             plan = self.policy.plan(requests, num_rows)
-            return replace(plan, num_drafts=[n * own for n, own in zip(plan.num_drafts, self._seeded, strict=True)])
+            num_drafts = [n * own for n, own in zip(plan.num_drafts, self._seeded, strict=True)]
+            return replace(plan, num_drafts=num_drafts, reason="loss")
         # The last steps of a rest are told one by one: the drafts behind them are compared with them.
         left = 0 if self._compared_left else round(-self._saved / self._plain / LOSS_SHARE)
-        return DraftPlan([0] * len(requests), num_steps=max(1, left - PLAIN_STEPS))
+        reason: DraftReason = "loss" if self._rests else "compared"
+        return DraftPlan([0] * len(requests), num_steps=max(1, left - PLAIN_STEPS), reason=reason)
 
     def plan_held(self, num_steps: int) -> None:
         """See `DraftPolicy.plan_held`."""

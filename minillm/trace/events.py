@@ -27,6 +27,14 @@ READABLE = (1, 2)
 """Schema 1 has fewer kinds of events and fewer fields; all of them have the same meaning in schema 2."""
 WorkKind = Literal["prefill", "decode", "verify"]
 TokenOrigin = Literal["sampled", "accepted", "recovered", "bonus"]
+DraftReason = Literal["predicted", "compared", "loss", "batch_size", "fixed"]
+"""Why requests may have so many drafts.
+
+`predicted`: so many are predicted to be fastest, or are tried; `compared`: a few steps without drafts are timed, and
+drafting is compared with them; `loss`: drafting has cost more time than it saved and rests, except for requests that
+sample with a seed of their own; `batch_size`: there are more requests than `disable_by_batch_size`; `fixed`: always the
+same number.
+"""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 """A count or a step. These ranges hold for a trace that is loaded: pictures of it reserve what it says."""
 Size = Annotated[int, Meta(ge=0, le=2**24)]
@@ -176,7 +184,11 @@ class RequestPreempted(Event):
 
 @dataclass(frozen=True)
 class DraftsPlanned(Event):
-    """Adaptive drafting has decided how many drafts each decoding request may have in this step."""
+    """How many drafts each decoding request may have, from this step until the next such event.
+
+    Emitted for each new prediction, and when a number or the reason changes or another request decodes. Numbers that
+    are fixed are emitted only after a step over `disable_by_batch_size`.
+    """
 
     request_ids: list[str]
     num_drafts: list[Size]
@@ -186,13 +198,16 @@ class DraftsPlanned(Event):
     accepted."""
     speedups: list[Measure]
     """`speedups[m]`: predicted tokens per second with the m most promising drafts of all requests, as a multiple of
-    plain decoding."""
+    plain decoding. Empty, as is `survival`: nothing was predicted in this step."""
+    reason: DraftReason = "predicted"
 
     def check(self) -> None:
         """See `Event.check`."""
         _check_lengths(request_ids=self.request_ids, num_drafts=self.num_drafts)
         if self.survival:  # none if nothing was predicted
             _check_lengths(request_ids=self.request_ids, survival=self.survival)
+        if self.reason in ("compared", "batch_size") and any(self.num_drafts):
+            raise TraceError(f"num_drafts {self.num_drafts} with reason {self.reason!r}, which allows no drafts")
 
 
 @dataclass(frozen=True)

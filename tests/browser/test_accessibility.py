@@ -49,7 +49,13 @@ def test_every_picture_of_a_lesson_meets_wcag(page: Page, notebook: Path) -> Non
 def test_a_replay_and_its_controls_meet_wcag(page: Page) -> None:
     recorded = story()
     replay = ReplayWidget(CachePagesView(recorded, narrow=True), AcceptanceStrip(recorded, narrow=True))
-    assert found_in(page, [Shown("frame", replay.frames[-1])]) == []
+    page.set_content(PAGE.replace("<body>", f"<body>{replay._repr_mimebundle_()['text/html']}"))
+    for theme in THEMES:
+        page.evaluate("style => { document.body.style.cssText = style; }", f"background:{STYLES[theme]}")
+        assert violations(page, ".minillm-replay") == []
+    page.evaluate("() => document.querySelector('[data-testid=replay-slider]').removeAttribute('aria-label')")
+    [found] = violations(page, ".minillm-replay")
+    assert found.startswith("label: ")
 
 
 @pytest.mark.parametrize(

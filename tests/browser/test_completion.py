@@ -132,12 +132,16 @@ def test_ghost_text_appears_and_tab_takes_it(page: Page, completing_lab: Lab) ->
     page.wait_for_function("() => window.jupyterapp.shell.currentWidget.id === 'minillm-completion-panel'")
 
 
-def test_the_text_before_the_cursor_is_whole_behind_an_emoji(page: Page, completing_lab: Lab) -> None:
+def test_the_text_around_the_cursor_is_whole_behind_an_emoji_and_inside_a_line(page: Page, completing_lab: Lab) -> None:
     text = "# 🙂🙂 of a name"
     answers = open_and_type(page, completing_lab, FILE, text)
     expect(page.locator(".jp-FileEditor .cm-content")).to_contain_text(text)
     page.wait_for_timeout(500)
     assert (asked(answers[-1])["prefix"], asked(answers[-1])["suffix"]) == (text, "")
+    page.keyboard.press("ArrowLeft")
+    with page.expect_response(is_completion) as inside:
+        page.keyboard.type("s")
+    assert (asked(inside.value)["prefix"], asked(inside.value)["suffix"]) == ("# 🙂🙂 of a nams", "e")
 
 
 def test_markdown_is_not_completed(page: Page, completing_lab: Lab) -> None:
@@ -171,29 +175,43 @@ def test_where_suggestions_are_off_nothing_is_asked(page: Page, completing_lab: 
     assert answers == []
 
 
-def test_trouble_is_told_once_and_the_panel_names_a_missing_server_extension(page: Page, completing_lab: Lab) -> None:
+def test_trouble_is_told_once_and_the_open_panel_names_a_missing_server_extension(
+    page: Page, completing_lab: Lab
+) -> None:
     numbers = count()
 
     def fail(route: Route) -> None:
-        missing = "panel" in route.request.url
-        problem = f"request completion-{next(numbers)} failed"
-        route.fulfill(status=404 if missing else 503, json={} if missing else {"error": problem})
+        route.fulfill(status=503, json={"error": f"request completion-{next(numbers)} failed"})
 
-    page.route("**/minillm/complete**", fail)
-    page.route("**/minillm/complete/**", fail)
-    answers = open_and_type(page, completing_lab, FILE, "def add(")
+    def answer(route: Route) -> None:
+        missing = bool(answers)
+        route.fulfill(status=404 if missing else 200, json={} if missing else {"html": "<p>Nothing yet.</p>"})
+
+    answers = open_and_type(page, completing_lab, FILE, "")
+    page.route("**/minillm/complete*", fail)
+    page.route("**/minillm/complete/**", answer)
+    page.evaluate(SHOW)
+    panel = page.get_by_test_id("minillm-panel")
+    expect(panel).to_have_text("Nothing yet.")
+    page.locator(".jp-FileEditor .cm-content").click()
+    page.keyboard.type("def add(", delay=50)
     told = page.get_by_text("Code completion: request completion-")
     expect(told).to_have_count(1, timeout=MINUTES)
     photograph(page, "completion_4_trouble")
     assert len(answers) > 1 and not page.locator(".jp-GhostText").count()
-    page.evaluate(SHOW)
-    expect(page.get_by_test_id("minillm-panel")).to_contain_text("jupyter server extension enable", timeout=MINUTES)
+    expect(panel).to_contain_text("jupyter server extension enable", timeout=MINUTES)
 
 
-def test_an_older_answer_does_not_replace_a_newer_one_and_a_closed_panel_asks_no_more(
+def test_an_older_answer_does_not_replace_a_newer_one_and_the_panel_does_not_ask_while_typing_or_closed(
     page: Page, completing_lab: Lab
 ) -> None:
     asked_for: list[Route] = []
+    keys: list[tuple[Route, int]] = []
+
+    def hold(route: Route) -> None:
+        keys.append((route, len(asked_for)))
+        if len(keys) == 1:  # the request of the second key is running when the panel would be drawn
+            route.fulfill(json={"text": ""})
 
     def answer(route: Route) -> None:
         asked_for.append(route)
@@ -214,13 +232,23 @@ def test_an_older_answer_does_not_replace_a_newer_one_and_a_closed_panel_asks_no
     page.wait_for_timeout(500)
     expect(panel).to_have_text("answer 3")
 
+    page.route("**/minillm/complete*", hold)
+    page.keyboard.type("xy", delay=100)
+    wait_until(page, lambda: len(keys) == 2)
+    page.wait_for_timeout(600)
+    running, before = keys[1]
+    assert len(asked_for) == before, "drawing would delay the suggestion"
+    running.fulfill(json={"text": ""})
+    wait_until(page, lambda: len(asked_for) == before + 1)
+    page.unroute("**/minillm/complete*")
+
     page.evaluate(CLOSE)
     expect(panel).to_have_count(0)
     page.locator(".jp-FileEditor .cm-content").click()
     with page.expect_response(is_completion):
         page.keyboard.type("y")
     page.wait_for_timeout(1000)
-    assert len(asked_for) == 3
+    assert len(asked_for) == before + 1
 
 
 def wait_until(page: Page, happened: Callable[[], bool]) -> None:

@@ -60,6 +60,7 @@ def test_the_live_cards_can_be_read_in_every_step(page: Page, trace: Callable[[]
     [
         (GOOD.replace('y="50"', 'y="24"'), "'one' lies on 'two'"),
         (GOOD.replace('x="10" y="50"', 'x="285" y="50"'), "'two' sticks out of its picture"),
+        (GOOD.replace('y="20"', 'y="4"'), "'one' sticks out of its picture"),
         (GOOD.replace('width="300" height="90"', 'width="1500" height="90"'), "the picture is cut off"),
         (GOOD.replace("#ffffff", "none"), "no white paper behind it"),
     ],

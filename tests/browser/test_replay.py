@@ -269,6 +269,22 @@ def test_the_name_and_the_tooltip_of_the_play_button_change_together(bare: Page)
         assert (play.get_attribute("aria-label"), play.get_attribute("title")) == (name, name)
 
 
+def test_the_last_step_of_playing_is_announced(bare: Page) -> None:
+    """A screen reader is not told of each step while it plays: the last one comes when it is told again."""
+    bare.get_by_test_id("replay-last").click()
+    bare.keyboard.press("ArrowLeft")
+    changes = bare.evaluate(
+        """() => new Promise(resolve => {
+          const count = document.querySelector('[data-testid=replay-count]');
+          new MutationObserver(records => {
+            if (count.getAttribute('aria-live') === 'polite') resolve(records.map(record => record.type));
+          }).observe(count, {attributes: true, childList: true});
+          document.querySelector('[data-testid=replay-play]').click();
+        })"""
+    )
+    assert changes == ["attributes", "childList"]
+
+
 def test_a_replay_whose_output_is_removed_stops(bare: Page) -> None:
     rewind(bare)
     bare.get_by_test_id("replay-play").click()

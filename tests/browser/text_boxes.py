@@ -114,7 +114,8 @@ def _faults_of(picture: dict[str, Any]) -> Iterator[str]:
     for i, one in enumerate(texts):
         if not one["text"].isascii() or not one["turned"]:
             a = one["box"]
-            if a["left"] < box["left"] - 1 or a["right"] > box["right"] + 1 or a["bottom"] > box["bottom"] + 1:
+            beside = a["left"] < box["left"] - 1 or a["right"] > box["right"] + 1
+            if beside or a["top"] < box["top"] - 1 or a["bottom"] > box["bottom"] + 1:
                 yield f"{one['text']!r} sticks out of its picture"
         for other in texts[i + 1 :]:
             if one["turned"] or other["turned"] or one["owner"] == other["owner"]:

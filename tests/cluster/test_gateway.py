@@ -18,6 +18,7 @@ from minillm.cluster.gateway import MAX_TRIES, Answer, ReplicaLost, build_gatewa
 from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
 from minillm.errors import EngineDeadError
+from minillm.serve.disconnects import CLOSED_REQUEST
 from minillm.trace import Event, RequestFinished
 from tests.conftest import TinyPair
 from tests.held_engine import held
@@ -271,6 +272,24 @@ def test_the_router_gets_the_hashes_of_the_prompt(replica: Replica, settings: Re
 
 def test_metrics_are_those_of_a_replica(replica: Replica, settings: ReplicaSettings) -> None:
     assert ask(Unreliable(replica), settings, None, path="/metrics").status_code == 404
+
+
+def test_a_client_that_leaves_while_it_sends_its_body_is_no_failure(
+    replica: Replica, settings: ReplicaSettings
+) -> None:
+    replicas = Unreliable(replica)
+    messages = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    asyncio.run(build_gateway(replicas, settings, None)(scope, receive, send))
+    assert sent[0]["status"] == CLOSED_REQUEST and not replicas.calls
 
 
 def test_an_answer_that_nobody_reads_on_is_aborted(replica: Replica) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,7 +120,9 @@ def test_a_trace_holds_one_request_from_its_arrival_to_its_end(tiny: TinyPair) -
         assert isinstance(events[0], EngineStarted) and isinstance(events[1], RequestAdded)
         [finished] = completer.newest[1].of(RequestFinished)
         assert finished.request_id == events[1].request_id and finished.reason in ("length", "stop")
-        html = panel_html(*completer.newest)
+        found, trace = completer.newest
+        html = panel_html(replace(found, text="\n    return 1", new_tokens=1), trace)
+        assert "1 token in" in html and "<pre>\n\n    return 1</pre>" in html, "browsers drop the first newline"
         assert all(name in html for name in ("token-acceptance", "cache-pages"))
         assert "<script" not in html
 

@@ -52,7 +52,7 @@ TOO_SMALL_FOR_FLOAT16 = 2.0**-40
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same target and draft in bfloat16, and widened to float32: every number is equal."""
+    """The same target and draft in bfloat16, and upcast to float32: every number is equal."""
     root = tmp_path_factory.mktemp("dtypes")
     for name, (folder, _) in pair(compiled=True).items():
         for dtype in ("bfloat16", "float32"):

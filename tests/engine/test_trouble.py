@@ -13,6 +13,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.cache.paged import PagedKVCache
+from minillm.engine import engine
 from minillm.errors import (
     CheckpointError,
     ConfigError,
@@ -414,11 +415,29 @@ def test_an_interrupt_while_tokens_are_committed_loses_no_text(tiny: TinyPair, o
         finish(llm, interrupt)
         settled(llm)
         end = (request.finish_reason, request.stop_reason)
-        return (request.output_token_ids, request.text, len(request.logprobs), end), line - interrupt.left
+        logprobs = [[*row] for row in request.logprobs]
+        return (request.output_token_ids, request.text, logprobs, end), line - interrupt.left
 
     expected, num_lines = finished(10**9)
     for line in range(num_lines - 40, num_lines + 1):
         assert finished(line) == (expected, line)
+
+
+def test_an_interrupt_before_tokens_are_committed_leaves_none_of_their_logprobs(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(tiny.target), block_size=4)
+    [request] = llm.submit(PROMPTS[0], replace(GREEDY, logprobs=0))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "commit", interrupted)
+        llm.engine.step()
+    while llm.engine.has_requests:
+        llm.engine.step()
+    assert [[*row] for row in request.logprobs] == [[token] for token in request.output_token_ids]
 
 
 def test_an_interrupted_abort_gives_every_block_back_once(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

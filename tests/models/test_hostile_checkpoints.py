@@ -376,7 +376,25 @@ def test_a_tokenizer_config_that_is_no_object_is_refused(folder: Path, content: 
         LLM(str(folder), device="cpu", enforce_eager=True)
 
 
-@pytest.mark.parametrize("content", ['{"tokenizer_class": 7}', '{"added_tokens_decoder": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"added_tokens_decoder": 3}',
+        '{"added_tokens_decoder": {"x": "<a>"}}',
+        '{"added_tokens_decoder": {"0": {"content": 5}}}',
+        '{"additional_special_tokens": "<a>"}',
+        '{"additional_special_tokens": [7]}',
+    ],
+)
+def test_an_invalid_added_token_is_refused(folder: Path, content: str) -> None:
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(
+        CheckpointError, match=r"a token in \S*tokenizer_config\.json is invalid \(.*\); fetch it again"
+    ):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("content", ['{"tokenizer_class": 7}', '{"eos_token": 5}'])
 def test_what_only_transformers_reads_of_a_tokenizer_config_does_not_stop_the_engine(
     folder: Path, content: str
 ) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from minillm.outputs import RequestOutput
 from minillm.serve.metrics import ServerMetrics
 from minillm.trace import (
     BlocksShared,
@@ -22,7 +21,6 @@ from minillm.trace import (
     TokensCommitted,
     Work,
 )
-from minillm.trace.request_metrics import RequestMetrics
 
 
 @pytest.fixture
@@ -50,35 +48,31 @@ def values(metrics: ServerMetrics, end: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def run_request(metrics: ServerMetrics, clock: SimpleNamespace, reason: Any) -> None:
+def run_request(metrics: ServerMetrics, clock: SimpleNamespace, reason: Any, name: str = "a") -> None:
     """Three prompt tokens and, after a first chunk without one, three tokens in two steps."""
 
     def tell(now: float, event: Any) -> None:
         clock.now = now
         metrics(event)
 
-    tell(1, RequestAdded("a", "def", [5, 6, 7]))
+    tell(1, RequestAdded(name, "def", [5, 6, 7]))
     tell(3, StepStarted(1, 0, 1))
-    tell(4, StepRan(1, [Work("a", "prefill", 0, 2)]))
+    tell(4, StepRan(1, [Work(name, "prefill", 0, 2)]))
     tell(5, StepStarted(2, 1, 0))
-    tell(6, StepRan(2, [Work("a", "prefill", 2, 1)]))
-    tell(8, TokensCommitted("a", [9], ["x"], ["sampled"], 0, 0, 3))
+    tell(6, StepRan(2, [Work(name, "prefill", 2, 1)]))
+    tell(8, TokensCommitted(name, [9], ["x"], ["sampled"], 0, 0, 3))
     tell(10, StepStarted(3, 1, 0))
-    tell(11, StepRan(3, [Work("a", "decode", 3, 1)]))
-    tell(24, TokensCommitted("a", [9, 9], ["x", "x"], ["sampled", "sampled"], 0, 0, 5))
-    tell(25, RequestFinished("a", reason, 3, 3))
+    tell(11, StepRan(3, [Work(name, "decode", 3, 1)]))
+    tell(24, TokensCommitted(name, [9, 9], ["x", "x"], ["sampled", "sampled"], 0, 0, 5))
+    tell(25, RequestFinished(name, reason, 3, 3))
 
 
 def test_every_sum_is_the_difference_of_the_right_two_times(metrics: ServerMetrics, clock: SimpleNamespace) -> None:
     run_request(metrics, clock, "length")
-    times = RequestMetrics(
-        first_token_time=8, last_token_time=24, decoding_time=16, num_output_tokens=3, num_first_tokens=1
-    )
-    metrics.observe(0.5, RequestOutput("a", "def", [5, 6, 7], [], True, metrics=times))
     assert values(metrics, "_sum") == {
-        "time_to_first_token_seconds": 7.5,  # since the request arrived at the server
-        "e2e_request_latency_seconds": 23.5,
-        "request_queue_time_seconds": 2,  # since the engine has it
+        "time_to_first_token_seconds": 7,
+        "e2e_request_latency_seconds": 23,
+        "request_queue_time_seconds": 2,
         "request_prefill_time_seconds": 5,
         "request_decode_time_seconds": 16,
         "request_inference_time_seconds": 21,
@@ -90,10 +84,20 @@ def test_every_sum_is_the_difference_of_the_right_two_times(metrics: ServerMetri
     assert set(values(metrics, "_count").values()) == {1}
 
 
-def test_a_request_that_was_aborted_has_no_times(metrics: ServerMetrics, clock: SimpleNamespace) -> None:
+def test_every_choice_of_a_prompt_is_counted(metrics: ServerMetrics, clock: SimpleNamespace) -> None:
+    for name in ("a#0", "a#1"):
+        run_request(metrics, clock, "length", name)
+    assert set(values(metrics, "_count").values()) == {2}
+
+
+def test_a_request_that_was_aborted_has_only_the_times_of_its_tokens(
+    metrics: ServerMetrics, clock: SimpleNamespace
+) -> None:
     run_request(metrics, clock, "abort")
-    sums = values(metrics, "_sum")
-    assert sums.pop("inter_token_latency_seconds") == 16 and set(sums.values()) == {0}
+    assert {name: value for name, value in values(metrics, "_sum").items() if value} == {
+        "time_to_first_token_seconds": 7,
+        "inter_token_latency_seconds": 16,
+    }
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])

@@ -19,7 +19,7 @@ def test_an_error_that_ends_several_prompts_at_once_is_raised_once_and_not_logge
     async def job() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
         streams = [OutputStream(str(number), 1, abort=_end) for number in range(3)]
-        batch = PromptBatch(streams, on_finish=lambda *_: None)
+        batch = PromptBatch(streams)
         answer = asyncio.ensure_future(batch.finish())
         await asyncio.sleep(0)
         for stream in streams:
@@ -36,7 +36,7 @@ def test_an_error_that_ends_several_prompts_at_once_is_raised_once_and_not_logge
 def test_a_client_that_leaves_ends_every_prompt_and_nothing_is_still_waited_for() -> None:
     async def job() -> set[Any]:
         streams = [OutputStream(str(number), 1, abort=_end) for number in range(3)]
-        answer = asyncio.ensure_future(PromptBatch(streams, on_finish=lambda *_: None).finish())
+        answer = asyncio.ensure_future(PromptBatch(streams).finish())
         await asyncio.sleep(0)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -82,6 +82,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
         "structured_outputs is not supported",
         "structured_outputs",
     ),
+    ({"prompt": "a", "include_reasoning": False}, "include_reasoning is not supported", "include_reasoning"),
     ({"prompt": "a", "request_id": "mine"}, "request_id is not supported", "request_id"),
     (
         {"prompt": "a", "response_format": {"type": "json_object"}},
@@ -141,6 +142,13 @@ def test_many_wrong_items_get_a_short_answer(kind: type[GenerationRequest], body
 def test_a_body_that_is_no_json_object(server: RunningServer, path: str, body: bytes) -> None:
     answer = server.post(path, content=body, headers={"Content-Type": "application/json"})
     refused(answer, 400, "the body must be a JSON object")
+
+
+def test_a_body_in_another_encoding_is_told_which_to_take(server: RunningServer) -> None:
+    body = '{"prompt": "é"}'.encode("latin-1")
+    answer = server.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    refused(answer, 400, "a JSON object in UTF-8")
+    refused(answer, 400, "it cannot be read: 'utf-8' codec can't decode byte 0xe9")
 
 
 def test_a_form_is_no_json(server: RunningServer) -> None:

@@ -281,4 +281,5 @@ def test_metrics_count_what_the_clients_saw(tiny: TinyPair) -> None:
             stream = client.completions.create(prompt=PROMPTS[2], stream=True, **ENDLESS)
             next(iter(stream))
             assert metric(server, "num_requests_running") == 1 and metric(server, "kv_cache_usage_perc") > 0
+            assert metric(server, "time_to_first_token_seconds_count") == 5
             stream.close()

@@ -44,29 +44,44 @@ def expected(target: dict[tuple[int, ...], Tensor]) -> Tensor:
 
 
 def enumerated(
+    monkeypatch: pytest.MonkeyPatch,
     target: dict[tuple[int, ...], Tensor],
     draft: dict[tuple[int, ...], Tensor],
     chances: Callable[[Tensor, Tensor, Tensor], Tensor] = acceptance,
 ) -> tuple[Tensor, float]:
     """The distribution of the first `LENGTH + 1` tokens after one round and the target's sampling, and the expected
-    number of accepted drafts: summed over all drafts and every number of them that may be accepted."""
+    number of accepted drafts: `block_verify` is led through all drafts and every number of them that may be
+    accepted."""
     found, mean = torch.zeros([VOCAB] * (LENGTH + 1), dtype=torch.float64), 0.0
+    h: list[float] = []
+    last: list[Tensor] = []
+
+    def noted_chances(weights: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        decided = chances(weights, p, q)
+        h[:] = [1.0, *decided.tolist()]
+        return decided
+
+    def noted_sample(p: Tensor, uniforms: object) -> Tensor:
+        last[:] = p
+        return torch.zeros(1, dtype=torch.int64)
+
+    def led(seed: int, index: int, purpose: Draw, at: int) -> float:
+        return 0.0 if at == accepted else 2.0  # not 1: rounding may take h above it
+
+    for name, noted in (("acceptance", noted_chances), ("sample", noted_sample), ("uniform", led)):
+        monkeypatch.setattr(block_verification, name, noted)
     for x in product(range(VOCAB), repeat=LENGTH):
-        p, q, ids = rows(target, x, LENGTH), rows(draft, x, LENGTH), torch.tensor(x)
-        probability = q.gather(1, ids[:, None]).prod()
-        weights = kept_weights(p, q, ids)
-        h = [1.0, *chances(weights, p, q).tolist()]
+        p, q = rows(target, x, LENGTH + 1), rows(draft, x, LENGTH)
+        probability = float(q.gather(1, torch.tensor(x)[:, None]).prod())
         behind = 1.0  # the probability that no later draft is accepted
         for accepted in range(LENGTH, -1, -1):
+            [verdict] = block_verify([x], [q], p, [0], [0])
             chance = probability * behind * h[accepted]
             behind *= 1 - h[accepted]
-            mean += float(chance) * accepted
-            if accepted == LENGTH:
-                follow(found, target, x, chance * target[x])
-                continue
-            left = (weights[accepted] * p[accepted] - q[accepted]).clamp(min=0)
-            if left.sum() > 0:
-                follow(found, target, x[:accepted], chance * left / left.sum())
+            mean += chance * accepted
+            if chance:
+                assert verdict.token_ids == [*x[:accepted], 0]
+                follow(found, target, x[:accepted], chance * last[0] / last[0].sum())
     return found, mean
 
 
@@ -79,27 +94,27 @@ def follow(found: Tensor, target: dict[tuple[int, ...], Tensor], prefix: tuple[i
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_output_is_distributed_as_the_targets(seed: int) -> None:
+def test_the_output_is_distributed_as_the_targets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = random_model(seed), random_model(100 + seed)
-    found, _ = enumerated(target, draft)
+    found, _ = enumerated(monkeypatch, target, draft)
     assert torch.allclose(found, expected(target), atol=1e-12)
 
 
-def test_a_draft_that_is_the_target_is_always_accepted() -> None:
+def test_a_draft_that_is_the_target_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(5)
-    found, mean = enumerated(model, model)
+    found, mean = enumerated(monkeypatch, model, model)
     assert torch.allclose(found, expected(model), atol=1e-12) and mean == pytest.approx(LENGTH)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_accepts_at_least_as_many_as_the_standard_rule(seed: int) -> None:
+def test_it_accepts_at_least_as_many_as_the_standard_rule(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = random_model(seed, 4.0), random_model(100 + seed, 4.0)
     standard = 0.0
     for x in product(range(VOCAB), repeat=LENGTH):
         p, q, ids = rows(target, x, LENGTH), rows(draft, x, LENGTH), torch.tensor(x)
         chances = acceptance_probability(p, q, ids).cumprod(0)
         standard += float(q.gather(1, ids[:, None]).prod() * chances.sum())
-    assert enumerated(target, draft)[1] >= standard - 1e-12
+    assert enumerated(monkeypatch, target, draft)[1] >= standard - 1e-12
 
 
 WRONG: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -111,9 +126,24 @@ WRONG: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_rule_is_seen_by_the_enumeration(name: str) -> None:
+def test_a_wrong_rule_is_seen_by_the_enumeration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = random_model(0, 4.0), random_model(100, 4.0)
-    assert float((enumerated(target, draft, WRONG[name])[0] - expected(target)).abs().max()) > 1e-4
+    found, _ = enumerated(monkeypatch, target, draft, WRONG[name])
+    assert float((found - expected(target)).abs().max()) > 1e-4
+
+
+def test_the_residual_of_the_standard_rule_is_seen_by_the_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights then only decide what is accepted: the next token comes from norm(max(0, p - q))."""
+    target, draft = random_model(0, 4.0), random_model(100, 4.0)
+    right: list[Tensor] = []
+
+    def all_ones(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
+        right[:] = [kept_weights(p, q, x)]
+        return torch.ones_like(right[0])
+
+    monkeypatch.setattr(block_verification, "kept_weights", all_ones)
+    found, _ = enumerated(monkeypatch, target, draft, lambda w, p, q: acceptance(right[0], p, q))
+    assert float((found - expected(target)).abs().max()) > 1e-4
 
 
 def one_round(seed: int, verify: Callable[..., list], target: dict, draft: dict) -> list[int]:

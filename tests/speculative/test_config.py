@@ -123,6 +123,7 @@ def test_a_fallback_may_draft_wherever_the_method_makes_less_than_all_of_its_dra
         ),
         ({"method": Own, "quantization": "int8"}, ConfigError, "quantization='int8'.*'Own'"),
         ({"method": object}, UnsupportedError, "class 'object'.*pass a Drafter class"),
+        ({"method": Drafter}, ConfigError, "drafter Drafter does not define propose; see minillm"),
         ({"method": "draft_tree", "model": "x", "tree_branching": [8, 8]}, ConfigError, "72 drafts, at most 63"),
         ({"method": "draft_tree", "model": "x", "tree_branching": [2, 0]}, ConfigError, "levels=0.*at least 1"),
         ({"method": "draft_tree", "model": "x", "tree_branching": 3}, ConfigError, "tree_branching=3"),

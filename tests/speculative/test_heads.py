@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError
 from minillm.request import Request
 from minillm.speculative.draft_heads import KINDS, DraftHeads
 from minillm.speculative.draft_policy import FixedDrafts
-from minillm.speculative.drafter import Draft
+from minillm.speculative.drafter import NO_DRAFT, Draft
 from minillm.speculative.heads import HeadsDrafter
 from minillm.trace import DraftProposed
 from tests.conftest import TinyPair
@@ -115,17 +116,25 @@ def test_a_request_without_a_hidden_state_gets_no_draft(tiny: TinyPair, speculat
     """As after an interrupt between the commit and the end of the step."""
     llm = engine(tiny, speculative)
     right = tokens(engine(tiny, None))
-    real, calls = llm.engine.drafter.observe_hidden, []
+    drafter, is_shown, without = llm.engine.drafter, cycle((True, True, False)), set[Request]()
+    observe, propose, drafted = drafter.observe_hidden, drafter.propose, list[bool]()
 
-    def forgets(requests: Any, hidden: Any) -> None:
-        calls.append(len(requests))
-        if len(calls) % 3:
-            real(requests, hidden)
+    def forgets(requests: Sequence[Request], hidden: torch.Tensor) -> None:
+        if next(is_shown):
+            observe(requests, hidden)
+            without.difference_update(requests)
+        else:
+            without.update(requests)
 
-    llm.engine.drafter.observe_hidden = forgets
-    with llm.trace() as trace:
-        assert tokens(llm) == right
-    assert trace.of(DraftProposed)
+    def noted(requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        drafts = propose(requests, num_drafts)
+        assert [draft is NO_DRAFT for draft in drafts] == [request in without for request in requests]
+        drafted.extend(draft is not NO_DRAFT for draft in drafts)
+        return drafts
+
+    drafter.observe_hidden, drafter.propose = forgets, noted
+    assert tokens(llm) == right
+    assert set(drafted) == {True, False}
 
 
 def test_rounds_count_if_the_heads_ran(
@@ -239,8 +248,11 @@ def test_a_prompt_of_mixed_requests_is_drafted_for_together(tiny: TinyPair, spec
 
 def test_it_is_a_fallback_and_adapts(tiny: TinyPair, speculative: dict[str, Any]) -> None:
     right = tokens(engine(tiny, None))
-    assert tokens(engine(tiny, {"method": "suffix", "fallback": speculative})) == right
-    assert tokens(engine(tiny, {**speculative, "adaptive": True})) == right
+    for config in ({"method": "suffix", "fallback": speculative}, {**speculative, "adaptive": True}):
+        llm = engine(tiny, config)
+        with llm.trace() as trace:
+            assert tokens(llm) == right
+        assert trace.of(DraftProposed)
 
 
 @pytest.mark.parametrize("options", FEWER_BITS, ids=str)

@@ -213,8 +213,9 @@ class Run:
 @pytest.mark.parametrize(("accepted", "seconds"), [(2, 3.2), (2, 4.5), (0, 1.1), (0, 1.5), (0, 6.0)])
 @pytest.mark.parametrize("num_requests", [1, 4])
 def test_whatever_is_predicted_drafting_loses_little(accepted: int, seconds: float, num_requests: int) -> None:
-    run = Run(limited())
+    run = Run(limited(costs=StepCosts(COSTS.forward, context_token=0.1)))
     run.steps(4000, lambda: accepted, seconds, num_requests)
+    assert run.policy._plain == pytest.approx(num_requests)
     before_compared = (FIRST_PLAIN + 1) * seconds
     assert run.seconds < (1 + 1.1 * LOSS_SHARE) * run.tokens + MOST_LOST + before_compared
     assert 0 < sum(map(bool, run.drafts)) < 1000
@@ -354,6 +355,14 @@ def test_a_new_request_may_lose_less_of_it() -> None:
     run.requests = []
     run.steps(1000, lambda: 0, 2.0)
     assert run.seconds - run.tokens < before + SAVED_BY_OTHERS + MOST_LOST + 1 + LOSS_SHARE * 1000
+
+
+def test_what_two_requests_have_saved_stays_when_one_ends() -> None:
+    run = Run(limited())
+    run.steps(100, lambda: 4, 2.0, num_requests=2)
+    saved = run.policy._saved
+    run.policy.plan(run.requests[:1], 1)
+    assert run.policy._saved == saved > 2 * SAVED_BY_OTHERS
 
 
 def test_a_gain_that_comes_later_is_found() -> None:

@@ -26,6 +26,8 @@ from minillm.teaching.exercises.l12_long_context import (
     step_seconds,
     two_levels,
 )
+from minillm.teaching.variants.l10_to_l15 import MAKERS
+from minillm.teaching.variants.random_numbers import Draw
 from minillm.teaching.workshop import l12_broken as broken
 from minillm.teaching.workshop import l12_costs as costs
 from minillm.teaching.workshop import l12_levels as levels
@@ -160,6 +162,21 @@ def _without_the_last(x: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, T
     upper, lower = two_levels(x, scale, zero)
     lower[..., -1] = 0
     return upper, lower
+
+
+def _limited_as_int8(x: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Right for every x from zero to zero + 15 scale: only a rest of more than 8 steps does not fit into an int8."""
+    steps = (x - zero) / scale
+    upper = steps.round().clamp(0, 15)
+    return upper.to(torch.int8), ((steps - upper) * 16).round().to(torch.int8).clamp(-8, 7)
+
+
+def test_hidden_numbers_are_in_the_promised_range_and_an_answer_right_in_it_passes():
+    draws = [Draw(b"secret", "student", "l12.two_levels", number) for number in range(6)]
+    for x, scale, zero in (MAKERS["l12.two_levels"](draw).args for draw in draws):
+        steps = (x - zero) / scale
+        assert steps.min() > -0.5 and steps.max() < 15.5
+        assert all(map(torch.equal, _limited_as_int8(x, scale, zero), two_levels(x, scale, zero)))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from minillm.ops.cpu.amx import (
     store_tiles,
     zero_tiles,
 )
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, NONE
 from minillm.ops.cpu.simd import LANES, ZERO, load, no_inline, splat, store, store_bfloats
 
@@ -67,19 +67,19 @@ def pack_tiles(bits: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(pairs).reshape(-1)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def tiled_panel_size(columns):
     """bfloat16s in a panel."""
     return -(-columns // DEPTH) * DEPTH * LANES
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def split_size(columns, parts):
     """Bytes of a row of x in tiles; rows are stored in groups of `ROWS`."""
     return -(-columns // DEPTH) * parts * ROW_BYTES
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def split_row(x, x_at, columns, codes, row, parts):
     """Write row `row` of the tiles of A to `codes`, from `columns` floats at `x[x_at]`: split into three `parts`, or
     rounded to one.
@@ -105,7 +105,7 @@ def _product(w, w_at, columns, first, steps, codes, x_at, y, y_at, y_row, parts,
     raise NotImplementedError
 
 
-@overload(_product, jit_options=OPTIONS, prefer_literal=True)
+@overload(_product, jit_options=PART, prefer_literal=True)
 def _typed_product(w, w_at, columns, first, steps, codes, x_at, y, y_at, y_row, parts, groups, panels):
     def product(w, w_at, columns, first, steps, codes, x_at, y, y_at, y_row, parts, groups, panels):
         if first:
@@ -124,7 +124,7 @@ def _typed_product(w, w_at, columns, first, steps, codes, x_at, y, y_at, y_row, 
     return product
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _one_group(w, w_at, columns, first, steps, codes, x_at, rows, y, y_at, y_row, parts, panels):
     """Up to sixteen rows, any number of panels."""
     configure(rows, rows)
@@ -139,7 +139,7 @@ def _one_group(w, w_at, columns, first, steps, codes, x_at, rows, y, y_at, y_row
         p += 1
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _two_groups(w, w_at, columns, first, steps, codes, x_at, rows, y, y_at, y_row, parts):
     """More than sixteen rows, two panels: two groups of rows at a time."""
     r = configured = 0
@@ -156,7 +156,7 @@ def _two_groups(w, w_at, columns, first, steps, codes, x_at, rows, y, y_at, y_ro
         r += count
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _few_rows(w, w_at, columns, steps, codes, x_at, rows, y, y_at, y_row, parts, panels):
     """Up to `FEW` rows, any number of panels, without tiles."""
     panel, p = tiled_panel_size(columns), 0
@@ -177,7 +177,7 @@ def _few_rows(w, w_at, columns, steps, codes, x_at, rows, y, y_at, y_row, parts,
         p += together
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _sums(w, w_at, columns, codes, x_at, rows, y, y_at, y_row, parts, panels):
     """y = x Wᵀ for up to `CHUNK` rows and any number of panels."""
     steps, panel = -(-columns // DEPTH), tiled_panel_size(columns)
@@ -198,7 +198,7 @@ def _sums(w, w_at, columns, codes, x_at, rows, y, y_at, y_row, parts, panels):
             _one_group(w, at, columns, first, many, codes, x_r, count, y, y_r, y_row, parts, 1)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def multiply_tiles(
     w, w_first, matrix, vectors, codes, parts, rows, first, last, out, out_at, out_row, add, scratch, scratch_at
 ):

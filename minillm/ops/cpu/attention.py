@@ -27,7 +27,7 @@ from numba.extending import overload
 
 from minillm.ops.cpu.attention_lanes import KEY_BLOCK, MASK, attend_lanes
 from minillm.ops.cpu.attention_pairs import add_pair_rows, interleave_rows, pair_tiles
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.find_rows import BFLOATS, copy_sixteen, find_rows, row_array, row_size
 from minillm.ops.cpu.panels import tiles
 from minillm.ops.cpu.register_tiles import FITS_ALL
@@ -55,7 +55,7 @@ def scratch_size(head_dim: int) -> int:
     return TASK_ROWS * (1 + KEY_BLOCK + 2 * head_dim + LANES) + max(KEY_BLOCK, (1 + KEY_GROUPS) * LANES) * head_dim
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def attend(
     team, heads, heads_at, heads_row, num_heads, num_kv_heads, head_dim, window,
     requests, tables, tree, block_size, layer_row, keys, values, out, out_at, scratch, thread_at,
@@ -98,7 +98,7 @@ def _run_task(keys, rows, arguments):
     raise NotImplementedError
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _task(
     first, rows, group, head, heads, heads_at, heads_row, num_heads, num_kv_heads, head_dim, window,
     request, tables, tree, block_size, layer_row, keys, values, out, out_at, scratch, at,
@@ -148,7 +148,7 @@ def _task(
         finish_row(scratch, sums + r * size, head_dim, out, out_at + (row * num_heads + query_head) * head_dim)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _apply_tree_mask(mask, index, new_at, num_keys, scores, at):
     """Mask the scores of earlier new tokens that new token `index` of a request does not see in the draft tree.
 
@@ -162,7 +162,7 @@ def _apply_tree_mask(mask, index, new_at, num_keys, scores, at):
             scores[at + new_at + i] = NEGATIVE_INFINITY
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _score(
     position, count, keys, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare, queries,
     rows, scores,
@@ -207,7 +207,7 @@ def _add_values(
     raise NotImplementedError
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _add_float_values(
     position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
     weights, rows, sums,
@@ -231,7 +231,7 @@ def _add_float_values(
         j += here
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _add_bfloat_values(
     position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
     weights, rows, sums,
@@ -249,7 +249,7 @@ def _add_bfloat_values(
     add_pair_rows(scratch, spare, head_dim, count, weights, KEY_BLOCK, rows, sums)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
     """Add `count` weighted values, which lie `row` numbers apart, to the sums of all rows."""
     size = head_dim + LANES
@@ -264,7 +264,7 @@ def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
             )
 
 
-@overload(_run_task, jit_options=OPTIONS)
+@overload(_run_task, jit_options=PART)
 def _typed_run_task(keys, rows, arguments):
     if keys[0].dtype == BFLOATS:
         return lambda keys, rows, arguments: _task(*arguments)
@@ -278,14 +278,14 @@ def _typed_run_task(keys, rows, arguments):
     return run
 
 
-@overload(_store_query, jit_options=OPTIONS)
+@overload(_store_query, jit_options=PART)
 def _typed_store_query(keys, scratch, at, i, query):
     if keys[0].dtype == BFLOATS:
         return lambda keys, scratch, at, i, query: store_bfloats(scratch, at + i // 2, query)
     return lambda keys, scratch, at, i, query: store(scratch, at + i, query)
 
 
-@overload(_score_tiles, jit_options=OPTIONS, prefer_literal=True)
+@overload(_score_tiles, jit_options=PART, prefer_literal=True)
 def _typed_score_tiles(keys, transposed, step, scratch, queries, head_dim, scores, rows, groups):
     if keys[0].dtype == BFLOATS:
 
@@ -304,7 +304,7 @@ def _typed_score_tiles(keys, transposed, step, scratch, queries, head_dim, score
     return score
 
 
-@overload(_add_values, jit_options=OPTIONS)
+@overload(_add_values, jit_options=PART)
 def _typed_add_values(
     position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
     weights, rows, sums,

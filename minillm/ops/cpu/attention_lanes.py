@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.find_rows import find_rows, row_array
 from minillm.ops.cpu.register_tiles import FITS_ALL, loop_in_registers
 from minillm.ops.cpu.simd import (
@@ -132,7 +132,7 @@ def _add_values(
     return types.void(values, intp, intp, intp, weights, intp, sums, intp), code
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def attend_lanes(
     first, rows, group, head, heads, heads_at, heads_row, num_heads, num_kv_heads, head_dim, window,
     request, tables, tree, block_size, layer_row, keys, values, out, out_at, scratch, at,
@@ -197,7 +197,7 @@ def attend_lanes(
             store(out, place + i, load(scratch, spare + (r - first) * LANES))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _start(scratch, state, sums, size):
     """Initialise the state of sixteen rows, and their `size` sums of values."""
     store(scratch, state, splat(NEGATIVE_INFINITY))
@@ -207,7 +207,7 @@ def _start(scratch, state, sums, size):
         store(scratch, sums + i, splat(ZERO))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _mask_lane(scratch, at, width, new_at, index, window, mask):
     """Mask the scores of keys that new token `index` of a request does not see, in one lane of `width` vectors.
 
@@ -225,7 +225,7 @@ def _mask_lane(scratch, at, width, new_at, index, window, mask):
                 scratch[at + (new_at + i) * LANES] = NEGATIVE_INFINITY
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _softmax_block(scratch, scores, width, state, sums, size):
     """`softmax.softmax_block` for sixteen rows: turns `width` vectors of scores into weights, in place."""
     before = load(scratch, state)
@@ -250,7 +250,7 @@ def _softmax_block(scratch, scores, width, state, sums, size):
             store(scratch, place, load(scratch, place) + weight)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _weight_sum(scratch, state):
     """The sum of all weights of each of sixteen rows, in the order of `simd.total`."""
     lanes = LANES // 2

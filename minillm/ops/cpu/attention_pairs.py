@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.panels import dot_tiles
 from minillm.ops.cpu.simd import I16, I32, LANES, address, load, read, store_bfloats
 
@@ -31,7 +31,7 @@ def pair_tiles(scratch, w_at, panel, x_at, x_row, length, y_at, y_row, rows, add
     raise NotImplementedError
 
 
-@overload(pair_tiles, jit_options=OPTIONS, prefer_literal=True)
+@overload(pair_tiles, jit_options=PART, prefer_literal=True)
 def _typed_pair_tiles(scratch, w_at, panel, x_at, x_row, length, y_at, y_row, rows, add, panels):
     def product(scratch, w_at, panel, x_at, x_row, length, y_at, y_row, rows, add, panels):
         dot_tiles(
@@ -65,7 +65,7 @@ def _interleave(typing: Any, pool: Any, first: Any, second: Any, has_second: Any
     return types.void(pool, intp, intp, types.boolean, out, intp, intp), code
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def interleave_rows(pool, source, row, count, size, out, out_at, pair, most):
     """Interleave `count` rows of `size` pairs of channels, `row` floats apart, from `pool[source]` on, in twos.
 
@@ -79,7 +79,7 @@ def interleave_rows(pool, source, row, count, size, out, out_at, pair, most):
             _interleave(pool, first + j, first + row + j, i + 1 < count, out, at + j // LANES * 2 * panel, panel)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def add_pair_rows(scratch, at, head_dim, count, weights, row, rows, sums):
     """Add `count` weighted values to the sums of all rows. `scratch[at]`: the values, by `interleave_rows`, for
     `row` / 2 pairs at most. `scratch[weights]`: the weights of each row, `row` floats apart; they are rounded in place.

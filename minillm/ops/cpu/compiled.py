@@ -1,6 +1,6 @@
 """How numba compiles the functions of this folder, and where it caches the machine code.
 
-Compiling a step takes ten seconds to two minutes, once for each kind of weights and cache. numba caches the result on
+Compiling a step takes five seconds to a minute, once for each kind of weights and cache. numba caches the result on
 disk, but checks only the file of the entry point for changes. A step is compiled from all files of this folder, so the
 name of the cache folder is a hash of all of them, numba's version and the processor. Environments and machines
 that share a disk have a cache folder each; folders that were not used for `UNUSED_DAYS` are deleted.
@@ -8,6 +8,7 @@ that share a disk have a cache folder each; folders that were not used for `UNUS
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import tempfile
@@ -17,12 +18,15 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import __version__ as llvm_version
 from numba import __version__ as numba_version
 from numba import config, njit
 from numba.core import event
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
 from tqdm import tqdm
 
@@ -31,6 +35,38 @@ from minillm.ops.cpu.processor import has_amx
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True}
 """For every function compiled here: division by zero gives infinity, the GIL is released, and numba makes no wrapper
 for callers in C, because there are none."""
+
+
+class _PartLibrary(JITCodeLibrary):
+    """A function as LLVM code, which is optimized and translated to machine code only together with its callers."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """The address of what runs when Python calls the function: something that raises `TypeError`."""
+        return ctypes.cast(ctypes.pythonapi.PyObject_Call, ctypes.c_void_p).value or 0
+
+    @property
+    def codegen(self) -> Any:
+        """numba asks it to write into the machine code."""
+        return SimpleNamespace(set_env=lambda name, env: None)
+
+
+class _PartCompiler(Compiler):
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        """Compile `func` to a `_PartLibrary`."""
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), func.__qualname__)
+        self.state.library.enable_object_caching()
+        return super().compile_extra(func)
+
+
+PART: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "pipeline_class": _PartCompiler}
+"""For functions that only other compiled functions call. By itself numba would translate each to machine code, and
+optimize it again in each function that calls it or one of its callers: a step would take twice as long to compile."""
 PREFIX = "minillm-step-"
 UNUSED_DAYS = 30
 LONGEST_FOLDER, LONGEST_FILE = 48, 64

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.kv_rows import read_row
 from minillm.ops.cpu.simd import LANES
 
@@ -34,7 +34,7 @@ def find_rows(pool, j, most, tables, table, block_size, layer_row, num_kv_heads,
     raise NotImplementedError
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def copy_sixteen(
     pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def copy_sixteen(
     return spare_at, head_dim, count
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _find_floats(
     pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _find_floats(
     return at, num_kv_heads * head_dim, min(count, most)
 
 
-@overload(row_array, jit_options=OPTIONS)
+@overload(row_array, jit_options=PART)
 def _typed_row_array(pool, block_size, spare):
     if pool[0].dtype == types.float32:
         return lambda pool, block_size, spare: (spare,) if block_size % LANES else (pool[0],)
@@ -74,12 +74,12 @@ def _typed_row_array(pool, block_size, spare):
     return lambda pool, block_size, spare: (spare,)
 
 
-@overload(row_size, jit_options=OPTIONS)
+@overload(row_size, jit_options=PART)
 def _typed_row_size(pool, head_dim):
     return (lambda pool, head_dim: head_dim // 2) if pool[0].dtype == BFLOATS else lambda pool, head_dim: head_dim
 
 
-@overload(find_rows, jit_options=OPTIONS)
+@overload(find_rows, jit_options=PART)
 def _typed_find_rows(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at):
     if pool[0].dtype == BFLOATS:
         return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at: (

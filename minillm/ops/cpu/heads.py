@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from minillm.ops.cpu.compiled import OPTIONS, entry_point
+from minillm.ops.cpu.compiled import PART, entry_point
 from minillm.ops.cpu.matrix_fields import OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, silu, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, multiply
@@ -69,7 +69,7 @@ class RoundArrays(NamedTuple):
     """`[n, num_drafts]` int64: the argmax at every position; `[n, 0]`: the drafts are drawn outside."""
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def areas(dims, n):
     """The index in the scratch memory at which each area begins: the inputs of the MLP, c, gate and up, gated, inputs
     of all Bᵢ, of one, confidences, s, z, z before its nonlinearity, scales of the codes, scratch of the threads."""
@@ -191,7 +191,7 @@ def run(sync, threads, dims, weights, target, round_, min_survival, floats, code
         barrier(team)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def product(team, w, matrix, vectors, floats, x_at, codes, scales, rows, out, out_at, out_row, add, thread_at):
     """This thread's outputs of one linear layer (`panels.multiply`), then a barrier."""
     round_rows(w, team, matrix, rows, vectors, floats, x_at, codes, scales)
@@ -200,7 +200,7 @@ def product(team, w, matrix, vectors, floats, x_at, codes, scales, rows, out, ou
     barrier(team)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def cut(confidences, at, min_survival, counts, request):
     """Lower the number of drafts of a request to those whose estimated survival is at least `min_survival`."""
     survival, count = ONE, 0

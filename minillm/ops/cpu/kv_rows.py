@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.simd import (
     LANES,
     ZERO,
@@ -57,25 +57,25 @@ def read_row(rows, at, out, out_at, size):
     raise NotImplementedError
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _write_floats(rows, at, x, x_at, size):
     for i in range(0, size, LANES):
         store(rows[0], at * size + i, load(x, x_at + i))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _write_bfloats(rows, at, x, x_at, size):
     for i in range(0, size, LANES):
         store_bfloats(rows[0], at * size + i, load(x, x_at + i))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _read_floats(rows, at, out, out_at, size):
     for i in range(0, size, LANES):
         store(out, out_at + i, load(rows[0], at * size + i))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _write_int8(rows, at, x, x_at, size):
     codes, scales = rows
     high = absolute(load(x, x_at))
@@ -88,7 +88,7 @@ def _write_int8(rows, at, x, x_at, size):
         store_bytes(codes, at * size + i, load(x, x_at + i) / scale, 0)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _read_int8(rows, at, out, out_at, size):
     codes, scales = rows
     scale = splat(load_scalar(scales, at))
@@ -96,7 +96,7 @@ def _read_int8(rows, at, out, out_at, size):
         store(out, out_at + i, load(codes, at * size + i) * scale)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _half_below(array, at, x):
     """Store in `array[at]` the bits of a float16 that is at most x, the same as in `kv_quant._half_below`."""
     array[at] = half_bits(x)
@@ -104,7 +104,7 @@ def _half_below(array, at, x):
         array[at] = half_bits(x - abs(x) * RELATIVE_STEP - STEP)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _scale_and_zero(scales, zeros, here, x, first, group):
     """Store the scale and zero point of `x[first : first + group]` and return them."""
     low = high = load(x, first)
@@ -118,7 +118,7 @@ def _scale_and_zero(scales, zeros, here, x, first, group):
     return splat(load_scalar(scales, here)), splat(zero)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _write_int4(rows, at, x, x_at, size):
     packed, scales, zeros, groups = rows
     group = size // groups
@@ -131,7 +131,7 @@ def _write_int4(rows, at, x, x_at, size):
             store_nibbles(packed, (at * size + g * group + i) // 2, code)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _write_two_level(rows, at, x, x_at, size):
     packed, scales, zeros, packed_lower, groups = rows
     group = size // groups
@@ -146,7 +146,7 @@ def _write_two_level(rows, at, x, x_at, size):
             store_nibbles(packed_lower, place, minimum(maximum(lower, splat(ZERO)), splat(CODES)))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _read_int4(rows, at, out, out_at, size):
     packed, scales, zeros, groups = rows
     group = size // groups
@@ -156,7 +156,7 @@ def _read_int4(rows, at, out, out_at, size):
             store(out, out_at + i, load_nibbles(packed, (at * size + i) // 2) * scale + zero)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _read_two_level(rows, at, out, out_at, size):
     packed, scales, zeros, packed_lower, groups = rows
     group = size // groups
@@ -185,13 +185,13 @@ READERS = {
 (`find_rows`)."""
 
 
-@overload(write_row, jit_options=OPTIONS)
+@overload(write_row, jit_options=PART)
 def _typed_write(rows, at, x, x_at, size):
     write = WRITERS[rows[0].dtype, len(rows)]
     return lambda rows, at, x, x_at, size: write(rows, at, x, x_at, size)
 
 
-@overload(read_row, jit_options=OPTIONS)
+@overload(read_row, jit_options=PART)
 def _typed_read(rows, at, out, out_at, size):
     read = READERS[rows[0].dtype, len(rows)]
     return lambda rows, at, out, out_at, size: read(rows, at, out, out_at, size)

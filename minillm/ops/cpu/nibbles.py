@@ -34,7 +34,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.register_tiles import FITS_ALL, add_products, loop_in_registers
 from minillm.ops.cpu.simd import (
     F32,
@@ -84,20 +84,20 @@ def pack_nibbles(
     return np.concatenate(parts, 1).reshape(-1).view(kind)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def panel_size(columns, group):
     """32-bit words in a panel."""
     return (columns // COLUMNS_PER_WORD + -(-columns // group)) * LANES
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def row_size(columns, group):
     """Bytes of a row of activations: the first bytes of all numbers, then their second bytes, then the sum of each
     group's codes (int32)."""
     return 2 * columns + 4 * -(-columns // group)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def wide_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     """y[r, 16 p : 16 p + 16] = Σ_groups s · (…), as above, for any number of rows; `panels` is literal.
 
@@ -114,7 +114,7 @@ def wide_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, r
         _groups(w, w_at, columns, group, x, x_at + r * x_row, x_row, y, y_at + r * y_row, y_row, panels, 1)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def narrow_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     """As `wide_nibble_tiles`, for few registers: one panel at a time."""
     for p in range(panels):
@@ -122,7 +122,7 @@ def narrow_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row,
         wide_nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def wide_float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     """As `wide_nibble_tiles`, for `x` in floats."""
     no_inline()
@@ -140,7 +140,7 @@ def wide_float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_
         _groups(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, panels, 3)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def narrow_float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     """As `wide_float_nibble_tiles`, for few registers: one panel at a time."""
     for p in range(panels):
@@ -152,7 +152,7 @@ nibble_tiles = wide_nibble_tiles if FITS_ALL else narrow_nibble_tiles
 float_nibble_tiles = wide_float_nibble_tiles if FITS_ALL else narrow_float_nibble_tiles
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _groups(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, panels, rows):
     panel, sum_at = panel_size(columns, group), x_at + 2 * columns
     for r in range(rows):

@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.simd import LANES, ONE, ZERO, exp, fma, load, splat, store, total
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def rms_norm(x, x_at, size, weights, weight_at, eps, out, out_at):
     """out = x / √(mean(x²) + ε) · weight, of `size` numbers."""
     squares = splat(ZERO)
@@ -22,7 +22,7 @@ def rms_norm(x, x_at, size, weights, weight_at, eps, out, out_at):
         store(out, out_at + i, load(x, x_at + i) * scale * load(weights, weight_at + i))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def rotate(x, at, size, cos, signed_sin, row):
     """RoPE of one head, in place: rotates the pairs (i, i + size / 2) by row `row` of the tables (`[positions, size]`,
     flat)."""
@@ -35,7 +35,7 @@ def rotate(x, at, size, cos, signed_sin, row):
         store(x, at + half + i, rotated_high)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def silu(x, at, size, out, out_at):
     """out = x / (1 + e^-x)."""
     for i in range(0, size, LANES):
@@ -43,7 +43,7 @@ def silu(x, at, size, out, out_at):
         store(out, out_at + i, v / (splat(ONE) + exp(splat(ZERO) - v)))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def silu_gate(x, gate_at, up_at, size, out, out_at):
     """out = gate / (1 + e^-gate) · up."""
     for i in range(0, size, LANES):

@@ -35,7 +35,7 @@ from numba.np.numpy_support import from_dtype as numba_type
 
 from minillm.ops.cpu.amx import DEPTH, PARTS
 from minillm.ops.cpu.amx_products import AMX_SUMS_SIZE, multiply_tiles, pack_tiles, tiled_panel_size
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.matrix_fields import BIAS, CODE_SUMS, COLUMNS, GROUP, NONE, PANEL, SCALES
 from minillm.ops.cpu.nibbles import float_nibble_tiles, nibble_tiles, panel_size, row_size
 from minillm.ops.cpu.processor import has_amx, processor
@@ -119,19 +119,19 @@ def float_panel_size(columns: int, kind: np.dtype) -> int:
     return int(tiled_panel_size.py_func(columns)) if numba_type(kind) in TILED else columns * LANES
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def pairs_row_size(columns):
     """Bytes of a row of x for `BFLOAT_PAIRS`, padded as their panels are."""
     return -(-columns // DEPTH) * DEPTH * 2
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _pairs_panel_size(columns):
     """Numbers of 64 bits in a panel of `BFLOAT_PAIRS`."""
     return -(-columns // DEPTH) * DEPTH * LANES // 4
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
     """`tile` for any number of rows; `add` and `panels` are literal."""
     no_inline()
@@ -153,7 +153,7 @@ def wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, row
         tile(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, add, panels, 5)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def narrow_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
     """As `wide_tiles`, for few registers: a tile has at most six sums."""
     if panels == 1 or rows == 1:
@@ -168,7 +168,7 @@ def narrow_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, r
             wide_tiles(w, at, panel, step, x, x_at, x_row, length, y, y_p, y_row, rows, add, 1)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def wide_dot_tiles(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
     """`tile_dots` for any number of rows; `add` and `panels` are literal."""
     no_inline()
@@ -191,7 +191,7 @@ def wide_dot_tiles(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, rows,
         tile_dots(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, add, panels, 5)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def narrow_dot_tiles(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
     """As `wide_dot_tiles`, for few registers: a tile has at most six sums."""
     if panels == 1 or rows == 1:
@@ -213,7 +213,7 @@ def _panel_size(w, matrix):
     raise NotImplementedError
 
 
-@overload(_panel_size, jit_options=OPTIONS)
+@overload(_panel_size, jit_options=PART)
 def _typed_panel_size(w, matrix):
     if w.dtype in (types.uint32, types.int32):
         return lambda w, matrix: panel_size(matrix[COLUMNS], matrix[GROUP])
@@ -230,7 +230,7 @@ def _sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
     raise NotImplementedError
 
 
-@overload(_sums, jit_options=OPTIONS, prefer_literal=True)
+@overload(_sums, jit_options=PART, prefer_literal=True)
 def _typed_sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
     if w.dtype == types.uint8:
 
@@ -288,7 +288,7 @@ def _finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
     raise NotImplementedError
 
 
-@overload(_finish, jit_options=OPTIONS)
+@overload(_finish, jit_options=PART)
 def _typed_finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
     # `BYTE_OFFSET` was added to the bytes to make them unsigned: `load_sums` subtracts BYTE_OFFSET · Σ w.
     if w.dtype == types.uint8:
@@ -322,7 +322,7 @@ def _typed_finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
     return finish
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def multiply(
     w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
 ):
@@ -377,7 +377,7 @@ def _in_vectors(
             p += together
 
 
-@overload(_multiply, jit_options=OPTIONS)
+@overload(_multiply, jit_options=PART)
 def _typed_multiply(
     w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
 ):
@@ -403,7 +403,7 @@ def _typed_multiply(
     return rounded_in_tiles if w.dtype == types.uint64 else split_in_tiles
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _unpack_from_pairs(w, columns, row, out, out_at):
     """`unpack_row` of `pack_tiles`."""
     first = row // LANES * tiled_panel_size(columns) + row % LANES * 2
@@ -416,7 +416,7 @@ def unpack_row(w, columns, row, out, out_at):
     raise NotImplementedError
 
 
-@overload(unpack_row, jit_options=OPTIONS)
+@overload(unpack_row, jit_options=PART)
 def _typed_unpack_row(w, columns, row, out, out_at):
     if w.dtype == types.uint64:
         return lambda w, columns, row, out, out_at: _unpack_from_pairs(w.view(np.uint16), columns, row, out, out_at)

@@ -13,7 +13,7 @@ from numba.extending import overload
 
 from minillm.ops.cpu.amx import PARTS, ROWS
 from minillm.ops.cpu.amx_products import split_row, split_size
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.matrix_fields import COLUMNS, GROUP, INPUTS, NONE
 from minillm.ops.cpu.nibbles import row_size, store_int32
 from minillm.ops.cpu.panels import BYTE, TILED, pairs_row_size
@@ -65,7 +65,7 @@ def prepare_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
     raise NotImplementedError
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _step(x, x_at, size, max_code, scales, scale_at):
     """Store and return the step that makes `max_code` the largest code."""
     high = absolute(load(x, x_at))
@@ -77,20 +77,20 @@ def _step(x, x_at, size, max_code, scales, scale_at):
     return splat(step)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _first_byte(code):
     """The first of the two bytes of each code."""
     return rint(fma(code, splat(PER_BYTE), splat(UPWARDS)))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _in_one(x, x_at, size, codes, row, scales, scale_at):
     step, at = _step(x, x_at, size, LARGEST, scales, scale_at), row * size
     for i in range(0, size, LANES):
         store_bytes(codes, at + i, rint(load(x, x_at + i) / step), BYTE_OFFSET)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _in_two(x, x_at, size, codes, row, scales, scale_at):
     step, at = _step(x, x_at, size, LARGEST_OF_TWO, scales, scale_at), 2 * row * size
     for i in range(0, size, LANES):
@@ -100,14 +100,14 @@ def _in_two(x, x_at, size, codes, row, scales, scale_at):
         store_bytes(codes, at + size + i, fma(first, splat(-BYTE), code), BYTE_OFFSET)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _in_words(x, x_at, size, codes, row, scales, scale_at):
     step, at = _step(x, x_at, size, LARGEST_OF_TWO, scales, scale_at), 2 * row * size
     for i in range(0, size, LANES):
         store_words(codes, at + 2 * i, load(x, x_at + i) / step)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _in_bfloats(x, x_at, size, codes, row):
     at = row * pairs_row_size(size)
     for i in range(0, size, LANES):
@@ -115,7 +115,7 @@ def _in_bfloats(x, x_at, size, codes, row):
     codes[at + 2 * size : at + pairs_row_size(size)] = 0
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _in_two_with_sums(x, x_at, size, group, codes, row, scales, scale_at):
     step, at = _step(x, x_at, size, LARGEST_OF_TWO, scales, scale_at), row * row_size(size, group)
     sum_at = at + 2 * size
@@ -132,7 +132,7 @@ def _in_two_with_sums(x, x_at, size, group, codes, row, scales, scale_at):
         sum_at += 4
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _scale_inputs(matrix, vectors, x, x_at):
     """Multiply x by the input scales (AWQ), in place."""
     if matrix[INPUTS] != NONE:
@@ -140,7 +140,7 @@ def _scale_inputs(matrix, vectors, x, x_at):
             store(x, x_at + i, load(x, x_at + i) * load(vectors, matrix[INPUTS] + i))
 
 
-@overload(prepare_row, jit_options=OPTIONS)
+@overload(prepare_row, jit_options=PART)
 def _typed_prepare_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
     if w.dtype == types.uint8:
         return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _in_one(

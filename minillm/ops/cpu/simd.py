@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.processor import processor
 
 LANES = 16
@@ -447,13 +447,13 @@ C3, C4, C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float3
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def exp(x):
     """e^x, off by at most 2 units in the last place; 0 below -87, and e^88 above 88."""
     return exp_within(x, minimum(maximum(x, splat(LOWEST)), splat(HIGHEST)))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def exp_within(x, bounded):
     """`exp` of x; `bounded`: x clamped to `LOWEST` … `HIGHEST`.
 

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numba.extending import intrinsic
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.simd import LANES, LOWEST, ZERO, exp_within, f32x16, largest, load, splat, store, total
 
 NEGATIVE_INFINITY = np.float32(-np.inf)
@@ -31,13 +31,13 @@ def larger(typing: Any, a: Any, b: Any) -> Any:
     return f32x16(f32x16, f32x16), code
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def exp_of_negative(x):
     """`exp` of x ≤ 0, in fewer instructions. NaN stays NaN."""
     return exp_within(x, larger(splat(LOWEST), x))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def start_row(largest_scores, row, sums, sums_at, size):
     """Initialise the state of a row."""
     largest_scores[row] = NEGATIVE_INFINITY
@@ -45,7 +45,7 @@ def start_row(largest_scores, row, sums, sums_at, size):
         store(sums, sums_at + i, splat(ZERO))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def softmax_block(scores, scores_at, width, first, last, largest_scores, row, sums, sums_at, size):
     """Turn the scores of a block into weights e^(s - m), in place. `width`: their number, a multiple of sixteen;
     weights outside `first` to `last - 1` become zero. Updates m, rescales both sums and adds the weights to
@@ -79,7 +79,7 @@ def softmax_block(scores, scores_at, width, first, last, largest_scores, row, su
     store(sums, sums_at + size, weight_sum)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def finish_row(sums, sums_at, size, out, out_at):
     """Store the weighted mean of the values in `out`."""
     weight_sum = splat(total(load(sums, sums_at + size)))

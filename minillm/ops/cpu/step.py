@@ -15,7 +15,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 from minillm.ops.cpu.attention import attend, scratch_size
-from minillm.ops.cpu.compiled import OPTIONS, entry_point
+from minillm.ops.cpu.compiled import OPTIONS, PART, entry_point
 from minillm.ops.cpu.kv_rows import write_row
 from minillm.ops.cpu.matrix_fields import COLUMNS, NONE, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
@@ -92,7 +92,7 @@ class Scratch(NamedTuple):
     thread_size: int
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def areas(dims, tokens):
     """The index in `Scratch.floats` at which each area begins: residual stream, normalised rows, heads, results of
     attention, gate and up, gated, scales of the codes, scratch of the threads. The last is also the size of all areas
@@ -205,7 +205,7 @@ def forward(team, dims, weights, keys, values, inputs, n, scratch, logits, queri
     barrier(team)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def normalise(team, w, matrix, n, vectors, norm, eps, floats, x_at, normed_at, codes, scales_at):
     """RMSNorm of this thread's rows, which are then rounded for `matrix` if its weights need that."""
     hidden = matrix[COLUMNS]
@@ -215,7 +215,7 @@ def normalise(team, w, matrix, n, vectors, norm, eps, floats, x_at, normed_at, c
         prepare_row(w, matrix, vectors, floats, at, codes, i, floats, scales_at + i)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def norm_rope_store(
     team, fields, dims, requests, tables, tree, vectors, eps, cos, signed_sin, floats, heads_at, keys, values,
     layer_row,
@@ -245,14 +245,14 @@ def norm_rope_store(
                 write_row(values, kv_row, floats, at + num_kv * head_dim, head_dim)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def copy(source, source_at, target, target_at, size):
     """Copy `size` numbers."""
     for i in range(0, size, LANES):
         store(target, target_at + i, load(source, source_at + i))
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def embed_row(embedding, head, hidden, tied, token, out, at):
     """The token's row of the embedding; if that is tied to the unembedding, it is gathered from its panels."""
     if tied:
@@ -268,7 +268,7 @@ def round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
     raise NotImplementedError
 
 
-@overload(round_rows, jit_options=OPTIONS)
+@overload(round_rows, jit_options=PART)
 def _typed_round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
     as_floats = (types.float32, types.int16, types.uint16, types.int8)
     if w.dtype in as_floats and w.dtype not in TILED:
@@ -325,7 +325,7 @@ def run(sync, threads, drafted, survival, min_survival, dims, weights, keys, val
         barrier(team)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def argmax(logits, at, size):
     """The index of the (first) largest of `size` numbers; `NO_TOKEN` if one of them is NaN or infinite."""
     best, peak, not_finite, end = at, -INFINITY, splat(ZERO), at + size
@@ -350,7 +350,7 @@ def argmax(logits, at, size):
     return best - at
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def probability(logits, at, size, token):
     """The softmax of the largest of `size` finite logits, which is `token`'s."""
     largest, lanes = splat(logits[at + token]), splat(ZERO)
@@ -363,7 +363,7 @@ def probability(logits, at, size, token):
     return ONE / others
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def all_below(numbers, limit):
     """Whether every number is below `limit`."""
     found = True

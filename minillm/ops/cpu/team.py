@@ -20,7 +20,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.compiled import PART
 from minillm.ops.cpu.processor import processor
 
 ARRIVED, NUM_THREADS, BARRIER = 0, 8, 16
@@ -119,7 +119,7 @@ def call_at(typing: Any, address: Any, arguments: Any) -> Any:
     return types.void(types.intp, arguments), code
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _spin(spins):
     """Wait a moment; returns the number of spins so far."""
     if spins % YIELD_SPINS == YIELD_SPINS - 1:
@@ -129,7 +129,7 @@ def _spin(spins):
     return spins + 1
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def join_team(sync, wanted):
     """Join the `wanted` threads of a step."""
     thread_id = _fetch_add(sync, ARRIVED, 1)
@@ -146,7 +146,7 @@ def join_team(sync, wanted):
     return Team(thread_id, _atomic_load(sync, NUM_THREADS), sync)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def barrier(team):
     """Wait until every thread of the step has reached this point."""
     if team.num_threads == 1:
@@ -158,7 +158,7 @@ def barrier(team):
         spins = _spin(spins)
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def thread_range(team, count):
     """The part of `range(count)` that is this thread's: (first, last + 1)."""
     return count * team.thread_id // team.num_threads, count * (team.thread_id + 1) // team.num_threads

@@ -288,6 +288,7 @@ def _about_levels(attempt: Attempt) -> str | None:
 def _levels_cases() -> list[Case]:
     draw = torch.Generator().manual_seed(12)
     one, none = torch.ones(1, 1), torch.zeros(1, 1)
+    scales, zeros = torch.tensor([[0.25], [0.125]]), torch.tensor([[-2.0], [-1.0]])
     return [
         Case(
             "scale 1, zero point 0: the upper code is the nearest integer",
@@ -305,7 +306,7 @@ def _levels_cases() -> list[Case]:
         ),
         Case(
             "two rows with scales and zero points of their own",
-            (torch.randn(2, 5, generator=draw), torch.tensor([[0.25], [0.125]]), torch.tensor([[-2.0], [-1.0]])),
+            (zeros + 15 * torch.rand(2, 5, generator=draw) * scales, scales, zeros),
         ),
     ]
 

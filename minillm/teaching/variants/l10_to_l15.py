@@ -106,7 +106,7 @@ def _snapkv(d: Draw) -> Case:
 def _levels(d: Draw) -> Case:
     rows, columns = d.int(1, 3), d.int(2, 5)
     scale, zero = d.normal(rows, 1).abs() + 0.3, d.integers(0, 9, rows, 1).float()
-    x = (d.normal(rows, columns).abs() * 3) % 14 * scale
+    x = zero + d.normal(rows, columns).abs() * 9 % 15 * scale
     return Case(f"{rows} rows", (x, scale, zero))
 
 

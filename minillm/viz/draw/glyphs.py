@@ -14,7 +14,11 @@ PLACEHOLDER = "\ue000"
 LONG_RUN = 4
 """More spaces than this in a row are counted instead of drawn: `·×8`."""
 
-_BIDI_CONTROLS = frozenset("\u200e\u200f\u061c") | {chr(c) for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_INVISIBLE = frozenset("\u00ad\u061c\u180e\u200b\u200e\u200f\ufeff") | {
+    chr(code) for code in (*range(0x2028, 0x202F), *range(0x2060, 0x2070))
+}
+"""Characters without a width, separators of lines and paragraphs, controls of direction; but not the joiners U+200C and
+U+200D, which emoji and some scripts need."""
 
 
 def visible(text: str) -> str:
@@ -40,7 +44,7 @@ def beginning(text: str, max_cells: int) -> str:
 
 def printable(char: str) -> str:
     """`char`, or a replacement that XML and terminals can show: control characters become their symbol (U+2400 block),
-    other forbidden characters U+FFFD."""
+    other forbidden or invisible characters U+FFFD."""
     if char == "\n":
         return NEWLINE
     if char == "\t":
@@ -51,7 +55,7 @@ def printable(char: str) -> str:
     if code == 0x7F:
         return "\u2421"
     forbidden = 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000 or code & 0xFFFE == 0xFFFE
-    return UNPRINTABLE if forbidden or char == PLACEHOLDER or char in _BIDI_CONTROLS else char
+    return UNPRINTABLE if forbidden or char == PLACEHOLDER or char in _INVISIBLE else char
 
 
 def cells(text: str) -> int:
@@ -74,5 +78,5 @@ def shorten(text: str, max_cells: int) -> str:
 
 def _char_cells(char: str) -> int:
     if unicodedata.category(char) in ("Mn", "Me", "Cf"):
-        return 0
+        return int(char in _INVISIBLE)  # `printable` makes it a sign
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1

@@ -95,8 +95,9 @@ SCRIPT = r"""
   function tick() {
     timer = setTimeout(() => {
       if (!root.isConnected) return pause();  // the output was removed
+      if (shown + 1 === last) pause();  // before the last step is shown, so that a screen reader says it
       show(shown + 1);
-      shown < last ? tick() : pause();
+      if (shown < last) tick();
     }, 1000 / Number(speed.value));
   }
   function start() {

@@ -1,8 +1,9 @@
 """A player for a recorded trace in a notebook: play, step, arrow keys, and every frame in words.
 
 The replay is HTML with its own script, not an ipywidget: an ipywidget shows an error as soon as its kernel is gone, but
-this replay still plays in a notebook that was saved and opened again. Where scripts do not run (on GitHub, in an
-untrusted notebook), the picture of the most informative step is shown instead.
+this replay still plays in a notebook that was saved and opened again. Where scripts do not run (on GitHub), the picture
+of the most informative step is shown instead. In a notebook that it does not trust, JupyterLab shows only the words of
+that picture.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from minillm.errors import TraceError
-from minillm.trace import DraftsPlanned, RequestAdded, Trace
+from minillm.trace import DraftReason, DraftsPlanned, RequestAdded, Trace
 from minillm.viz.draw.colours import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, owner_letter
 from minillm.viz.draw.glyphs import shorten, visible
 from minillm.viz.draw.output import Picture
@@ -18,22 +17,27 @@ MAX_REQUESTS, MAX_POSITIONS = 8, 8
 TOP, ROW = 120, 34
 LEFT, SPLIT, PLOT_LEFT = 58, 500, 566
 PLOT_HEIGHT = 200
+REASONS: dict[DraftReason, str] = {
+    "compared": "a few plain steps are timed, and drafting is compared with them",
+    "loss": "drafting has cost more time than it saved and rests, except for requests with their own seed",
+    "batch_size": "more requests run and wait than disable_by_batch_size allows",
+    "fixed": "the number is fixed",
+}
+"""Those that are not a prediction."""
 
 
 @dataclass(frozen=True)
 class DraftDecision(Picture):
-    """One decision of adaptive drafting, from its trace event.
-
-    Raises `TraceError` for an event that predicts nothing.
-    """
+    """One decision of adaptive drafting, from its trace event. Where nothing was predicted: its reason and numbers."""
 
     event: DraftsPlanned
     trace: Trace | None = None
     """The trace that the event is from. With it, requests have the letters of the other pictures, else their ids."""
 
-    def __post_init__(self) -> None:
-        if not self.event.speedups or not any(self.event.survival):
-            raise TraceError("this DraftsPlanned event has no survival or no speedups; there is nothing to draw")
+    @property
+    def predicts(self) -> bool:
+        """Whether there are chances and speed-ups to draw."""
+        return bool(self.event.speedups) and any(self.event.survival)
 
     @property
     def chosen(self) -> int:
@@ -48,15 +52,19 @@ class DraftDecision(Picture):
     @property
     def reason(self) -> str:
         """The decision in one sentence."""
+        chosen = plural(self.chosen, "draft") if self.chosen else "no drafts"
+        if self.event.reason in REASONS:
+            return f"{chosen}: {REASONS[self.event.reason]}"
+        if not self.predicts:
+            return f"{chosen}: an earlier prediction holds"
         speedups = self.event.speedups
         best, most = self.best, f"{speedups[self.best]:.2f}× plain decoding"
         if self.chosen == best and best:
-            return f"{plural(best, 'draft')}: the most tokens per second, predicted {most}"
+            return f"{chosen}: the most tokens per second, predicted {most}"
         if not self.chosen and not best:
-            return "no drafts: every number of drafts is predicted to be slower than plain decoding"
+            return f"{chosen}: every number of drafts is predicted to be slower than plain decoding"
         if not self.chosen:
-            return f"no drafts: {plural(best, 'draft')} would give {most}, a gain too small to count on"
-        chosen = plural(self.chosen, "draft")
+            return f"{chosen}: {plural(best, 'draft')} would give {most}, a gain too small to count on"
         return (
             f"{chosen}: a trial, a request with its own seed, or room for the longer draft of two methods; the fastest "
             f"number is {best}"
@@ -64,8 +72,7 @@ class DraftDecision(Picture):
 
     def to_svg(self) -> str:
         """The picture. A filled cell with a tick is a draft that was chosen."""
-        rows = min(MAX_REQUESTS, len(self.event.request_ids))
-        height = max(TOP + ROW * rows + 60, TOP + PLOT_HEIGHT + 84)
+        height, body = self._predictions() if self.predicts else (110, [label(MARGIN, 90, self._by_request, size=13)])
         return card(
             "draft-decision",
             height,
@@ -73,13 +80,13 @@ class DraftDecision(Picture):
             self.describe(),
             spans(MARGIN, 38, ("How many drafts may this step have?", TITLE)),
             label(MARGIN, 64, self.reason, size=13, fill=INK),
-            *self._requests(rows),
-            *self._curve(),
-            self._legend(height - 18),
+            *body,
         )
 
     def describe(self) -> str:
         """The picture in words."""
+        if not self.predicts:
+            return f"{self.reason}. {self._by_request}."
         given = ", ".join(
             f"{name} {count} ({_listed([f'{p:.2f}' for p in chances], MAX_POSITIONS)})"
             for name, count, chances in zip(self._names, self.event.num_drafts, self.event.survival, strict=True)
@@ -99,6 +106,19 @@ class DraftDecision(Picture):
         added = [event for event in before if isinstance(event, RequestAdded)]
         letters = {event.request_id: owner_letter(index) for index, event in enumerate(added)}
         return [letters.get(request_id, request_id) for request_id in self.event.request_ids]
+
+    @property
+    def _by_request(self) -> str:
+        """The number of each request, in one line."""
+        names = [shorten(visible(name), 8) for name in self._names]
+        pairs = zip(names, self.event.num_drafts, strict=True)
+        return f"Drafts by request: {_listed([f'{name} {count}' for name, count in pairs], MAX_REQUESTS)}"
+
+    def _predictions(self) -> tuple[float, list[str]]:
+        """The height of the picture and what is below its reason: chances and predicted speed-ups."""
+        rows = min(MAX_REQUESTS, len(self.event.request_ids))
+        height = max(TOP + ROW * rows + 60, TOP + PLOT_HEIGHT + 84)
+        return height, [*self._requests(rows), *self._curve(), self._legend(height - 18)]
 
     def _requests(self, rows: int) -> list[str]:
         """A row for each request, a cell for each draft."""

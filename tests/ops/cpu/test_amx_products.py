@@ -51,6 +51,9 @@ def floats(upper: np.ndarray) -> np.ndarray:
     return (upper.astype(np.uint32) << 16).view(np.float32)
 
 
+multiply = njit(**OPTIONS)(multiply_tiles.py_func)
+
+
 @njit(**OPTIONS)
 def split_rows(x, rows, columns, codes, parts):
     for r in range(rows):
@@ -77,7 +80,7 @@ def product(
     split_rows(x.reshape(-1), rows, columns, codes, parts)
     out = np.full((rows, outputs), np.nan, np.float32) if start is None else start.copy()
     own = np.full(AMX_SUMS_SIZE, np.nan, np.float32)
-    multiply_tiles(
+    multiply(
         pack_tiles(weight), 0, matrix, vectors, codes, parts, rows, 0, outputs // LANES, out.reshape(-1), 0, outputs,
         start is not None, own, 0,
     )  # fmt: skip

@@ -8,10 +8,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from numba import njit
 from numba.core.caching import UserProvidedCacheLocator
 
 from minillm.ops.cpu import compiled
-from minillm.ops.cpu.compiled import LONGEST_FILE, LONGEST_FOLDER, PREFIX, UNUSED_DAYS, cache_folder
+from minillm.ops.cpu.compiled import LONGEST_FILE, LONGEST_FOLDER, OPTIONS, PART, PREFIX, UNUSED_DAYS, cache_folder
 
 DAY = 24 * 3600
 
@@ -122,3 +123,17 @@ def test_where_numba_takes_a_place_of_its_own_nothing_is_cached(root: Path, monk
         return 2 * number
 
     assert double(4) == 8 and double.stats.cache_path is None
+
+
+def test_what_only_others_call_is_a_type_error_in_python() -> None:
+    @njit(**PART)
+    def half(number):  # type: ignore[no-untyped-def]
+        return number / 2
+
+    @njit(**OPTIONS)
+    def quarter(number):  # type: ignore[no-untyped-def]
+        return half(half(number))
+
+    assert quarter(8.0) == 2.0
+    with pytest.raises(TypeError, match="not callable"):
+        half(8.0)

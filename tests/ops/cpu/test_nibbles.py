@@ -68,7 +68,7 @@ def run(
         vectors[LANES : LANES + outputs] = bias
     scales_at = x.numel()
     scratch = np.concatenate([x.numpy().reshape(-1), np.zeros(rows + SUMS_SIZE)]).astype(np.float32)
-    codes = np.zeros((rows, row_size(columns, group)), np.uint8)
+    codes = np.zeros((rows, row_size.py_func(columns, group)), np.uint8)
     out = np.full((rows, padded), 0.5 if add else np.nan, np.float32)
     rounded(packed, matrix, vectors, scratch, codes.reshape(-1), rows, scales_at)
     multiply(
@@ -133,7 +133,7 @@ def test_a_matrix_is_one_stream_of_groups_each_after_its_scales_and_zero_points(
     columns, group = 96, 64
     weight = matrix_of(20, columns, group)
     flat = pack_nibbles(weight.codes.numpy(), weight.scales.numpy(), weight.zeros.numpy(), group)
-    size = panel_size(columns, group)
+    size = panel_size.py_func(columns, group)
     assert size == 2 * 16 + columns * 16 // 8 and len(flat) == 2 * size  # twenty outputs are two panels
     second_group = flat[size + 16 + group // 8 * 16 :]
     assert np.array_equal(second_group[:8].view(np.float16)[:4], weight.scales[16:, 1])
@@ -147,7 +147,7 @@ def test_a_matrix_is_one_stream_of_groups_each_after_its_scales_and_zero_points(
 
 def test_bytes_of_a_weight() -> None:
     for group, bits in ((128, 4.25), (64, 4.5)):
-        assert 32 * panel_size(896, group) / (896 * LANES) == bits
+        assert 32 * panel_size.py_func(896, group) / (896 * LANES) == bits
 
 
 def one_group() -> Any:
@@ -167,7 +167,7 @@ def test_the_largest_numbers_of_the_longest_group_fit_with_every_instruction(
     columns = MAX_GROUP_SIZE
     codes, zeros = np.full((16, columns), code, np.uint8), np.full((16, 1), zero, np.uint8)
     w = pack_nibbles(codes, np.ones((16, 1), np.float16), zeros, columns)
-    row = np.full(row_size(columns, columns), 127, np.uint8)
+    row = np.full(row_size.py_func(columns, columns), 127, np.uint8)
     row[2 * columns :] = np.array([LARGEST * columns], np.int32).view(np.uint8)
     y = np.zeros(16, np.float32)
     one_group()(w, row, columns, y)

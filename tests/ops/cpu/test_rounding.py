@@ -13,7 +13,7 @@ from minillm.ops.cpu.rounding import prepare_row
 from minillm.ops.cpu.simd import BYTE_OFFSET, HALF, ONE_BYTE, TWO_BYTES, WORDS
 
 SIZE, ROW, GROUP_SIZE = 48, 1, 32
-BYTES = {ONE_BYTE: SIZE, TWO_BYTES: 2 * SIZE, WORDS: 2 * SIZE, NIBBLES: row_size(SIZE, GROUP_SIZE)}
+BYTES = {ONE_BYTE: SIZE, TWO_BYTES: 2 * SIZE, WORDS: 2 * SIZE, NIBBLES: row_size.py_func(SIZE, GROUP_SIZE)}
 """Bytes of one row. With nibbles the second group is half as long as the first."""
 
 

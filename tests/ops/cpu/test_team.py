@@ -57,5 +57,5 @@ def test_the_first_thread_stops_waiting_and_late_threads_return() -> None:
 
 @pytest.mark.parametrize(("count", "num_threads"), [(40, 2), (7, 3), (1, 4), (0, 2)])
 def test_thread_ranges_cover_everything_once(count: int, num_threads: int) -> None:
-    parts = [thread_range(Team(thread_id, num_threads, new_sync()), count) for thread_id in range(num_threads)]
+    parts = [thread_range.py_func(Team(thread_id, num_threads, new_sync()), count) for thread_id in range(num_threads)]
     assert [i for first, last in parts for i in range(first, last)] == list(range(count))

@@ -21,6 +21,8 @@ from minillm.viz.draw.svg import paragraph
         ("\t", "⇥"),
         ("\x00\x1b\x7f", "␀␛␡"),
         ("a\u202eb", "a\ufffdb"),
+        ("\u200bx\u2060y\ufeff\xad\u2028\u2029", "\ufffdx\ufffdy" + 4 * "\ufffd"),
+        ("👩\u200d💻", "👩\u200d💻"),
         ("\ud800\uffff\x85", "\ufffd\ufffd\ufffd"),
         ("", ""),
     ],
@@ -31,6 +33,7 @@ def test_invisible_becomes_visible(text, shown):
 
 def test_wide_characters_take_two_cells_and_marks_none():
     assert (cells("abc"), cells("日本"), cells("e\u0301"), cells("🙂")) == (3, 4, 1, 2)
+    assert cells("a\u200b\u2028") == cells(visible("a\u200b\u2028")) == 3, "signs have a width"
 
 
 def test_shortened_text_says_so_and_never_splits_a_wide_character():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.errors import TraceError
 from minillm.request import Request
 from minillm.sampling import SamplingParams
 from minillm.speculative.adaptive_drafts import AdaptiveDrafts
 from minillm.speculative.step_costs import StepCosts
-from minillm.trace import DraftsPlanned, RequestAdded, Trace
+from minillm.trace import DraftReason, DraftsPlanned, RequestAdded, Trace
 from minillm.viz.speculation.draft_decision import MAX_REQUESTS, DraftDecision
 from tests.viz.pictures import description, found, parse, states, text_of
 
@@ -84,11 +83,37 @@ def test_whole_trees_leave_gaps_in_the_curve() -> None:
     assert [int(p.get("data-drafts")) for p in found(DraftDecision(event).to_svg(), "number")] == [0, 3]
 
 
-def test_an_event_without_predictions_is_refused() -> None:
-    with pytest.raises(TraceError, match="nothing to draw"):
-        DraftDecision(DraftsPlanned(["a"], [0], [], []))
-    with pytest.raises(TraceError, match="nothing to draw"):
-        DraftDecision(DraftsPlanned(["a"], [0], [[]], [1.0]))
+@pytest.mark.parametrize(
+    ("reason", "num_drafts", "says"),
+    [
+        ("compared", [0, 0], "no drafts: a few plain steps are timed, "),
+        ("loss", [0, 4], "4 drafts: drafting has cost more time than it saved and rests, except for requests with"),
+        ("batch_size", [0, 0], "no drafts: more requests run and wait than disable_by_batch_size allows"),
+        ("fixed", [2, 2], "4 drafts: the number is fixed"),
+        ("predicted", [1, 0], "1 draft: an earlier prediction holds"),
+    ],
+)
+def test_without_a_prediction_there_are_the_reason_and_the_numbers(
+    reason: DraftReason, num_drafts: list[int], says: str
+) -> None:
+    picture = DraftDecision(DraftsPlanned(["a", "b"], num_drafts, [], [], reason))
+    svg = picture.to_svg()
+    given = f"Drafts by request: a {num_drafts[0]}, b {num_drafts[1]}"
+    assert picture.reason.startswith(says) and description(svg) == f"{picture.reason}. {given}."
+    assert [text_of(e) for e in parse(svg).iter() if e.tag.endswith("text")][1:] == [picture.reason, given]
+
+
+def test_a_prediction_for_another_number_is_drawn_under_the_reason_that_holds() -> None:
+    """While drafting rests, only a request with its own seed drafts."""
+    picture = DraftDecision(DraftsPlanned(["a"], [1], [[0.9]], [1.0, 1.2], "loss"))
+    assert picture.describe().startswith("1 draft: drafting has cost more time than it saved")
+    assert states(picture.to_svg(), "slot")[0] == "drafted"
+
+
+def test_a_long_list_of_requests_without_a_prediction_fits() -> None:
+    names = [f"{i}-a-long-name-of-a-request" for i in range(40)]
+    words = DraftDecision(DraftsPlanned(names, [0] * 40, [], [], "batch_size")).describe()
+    assert words.endswith(f", +{40 - MAX_REQUESTS} more.") and words.count("…") == MAX_REQUESTS
 
 
 def test_a_request_keeps_its_letter_when_its_id_is_used_again() -> None:
