@@ -283,10 +283,10 @@ ROWS = (
             f"{mean_speed_up(f'{method}, adaptive'):.2f}× over plain decoding"
             for words, method in (("draft model", "draft_model"), ("heads", "heads"))
         ),
-        "No gain where four drafts pay; where they lose, as with heads, it avoids the loss. Another rule than the "
-        "paper's, and not compared with other fixed numbers.",
+        "No gain: some per cent slower where four drafts pay. Where they lose, as with heads, it avoids the loss. "
+        "Another rule than the paper's, and not compared with other fixed numbers.",
         lambda: (
-            mean_speed_up("draft_model, adaptive") < 1.02 * mean_speed_up("draft_model")
+            0.93 < mean_speed_up("draft_model, adaptive") / mean_speed_up("draft_model") < 0.99
             and mean_speed_up("heads") < 0.95 < mean_speed_up("heads, adaptive")
         ),
     ),
@@ -630,8 +630,8 @@ ROWS = (
             + "; "
             + lesson("17", CODES_AND_INT4, "added loss, table as input and output layer: codes {0}, INT4 {1} nats")
         ),
-        "Weighting by frequency helps what is read. The table is about 5 times smaller, not 50, and INT4 costs this "
-        "model far less.",
+        "Weighting by frequency helps what is read. The benchmark's table is about 5 times smaller than in 16 bits, "
+        "that of the lesson, whose loss this is, 11 times; neither is 50. INT4 costs this model far less.",
         lambda: (
             figure("MEC", 0)["value"] < figure("MEC", 0)["plain"]
             and round(figure("MEC", 1)["plain"] / figure("MEC", 1)["value"]) == 5

@@ -157,9 +157,13 @@ class Tokenizer:
     def _config(self) -> dict[str, Any]:
         return _read(self.folder, "tokenizer_config.json")
 
-    def same_vocabulary(self, other: Tokenizer) -> bool:
-        """Whether every id is the same token in both. A draft model needs that."""
-        return self.backend.get_vocab() == other.backend.get_vocab()
+    def same_vocabulary(self, other: Tokenizer, size: int) -> bool:
+        """Whether every id below `size` is the same token in both. A draft model needs that. (A configuration may add
+        tokens, such as one for padding, for which a model has no embedding.)"""
+        mine, theirs = (
+            {token: i for token, i in tokenizer.backend.get_vocab().items() if i < size} for tokenizer in (self, other)
+        )
+        return mine == theirs
 
     def hf(self) -> PreTrainedTokenizerBase:
         """The same tokenizer as a transformers object, with its chat template; loaded at the first call.

@@ -922,7 +922,7 @@ for label, each in found.items():
 # | claim | what holds | tested where |
 # |---|---|---|
 # | a sample speculative loop passes draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; the cell prints how often with this model | Stay in tokens |
-# | of caching: "This avoids recomputing the entire attention matrix" | right for the old rows of the matrix; its newest row is still computed at every step. What is saved in short texts is mostly the linear layers of the old rows | See; measured in lesson 2 |
+# | caching avoids computing the whole attention matrix again | right for the old rows of the matrix; its newest row is still computed at every step. What is saved in short texts is mostly the linear layers of the old rows | See; measured in lesson 2 |
 # | "attention is quadratic, so it dominates" | in Llama-3.1-8B from 53,247 tokens on, in one forward over the whole text that skips hidden pairs; from 26,624 on in one that computes all pairs, and in a decode step with a cache; never in Llama-3-8B, whose context ends at 8,192 | When attention dominates (counted) |
 #
 # **Papers.** Attention: Vaswani et al. 2017. GQA: Ainslie et al. 2023. RoPE: Su et al. 2021. BPE for text: Sennrich et

@@ -901,7 +901,7 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | of caching: "This avoids recomputing the entire attention matrix" | right for the old rows of the matrix; the newest is still computed at every step, and grows with the text | first chart: the dashed line rises |
+# | caching avoids computing the whole attention matrix again | right for the old rows of the matrix; the newest is still computed at every step, and grows with the text | first chart: the dashed line rises |
 # | KV bytes = 2 · layers · heads · (hidden / heads) · 2; Llama-2-70B at 4096 tokens needs 80 GB | KV heads, not query heads: 1.34 GB | exercise 3 |
 # | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer reads rows that it never wrote (the first layer from the second token on, the others at once), and a buffer for 1024 tokens is full after 1024 / L tokens (L layers) | `StalePosition` |
 # | BMC: up to 3.2× over the transformers baseline, another 1.39× beyond the gain of speculative decoding, 1.36× over vLLM and 2.29× over DeepSpeed | the first baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with; not tested here: the gain with speculative decoding, vLLM (which does not concatenate) and DeepSpeed | second measurement |

@@ -811,7 +811,7 @@ print("averaging:", repr(tokenizer.decode(wrong_tokens)))
 # | Flash-Decoding | split-KV with an LSE per part, for FlashAttention; later versions take a block table and choose the number of parts |
 # | FlashInfer | plans before each step how to split the keys of a batch of requests with different lengths, and has a function that merges two (output, LSE) pairs |
 # | SGLang, `triton_ops/decode_attention.py` | split-KV in Triton, and a second kernel that merges the parts; its table lists the slot of every token |
-# | transformers, `generate_batch` | gathers the keys and values of the paged cache and calls FlashAttention, or, for decoding, hands the block table to the kernel |
+# | transformers, `generate_batch` | gathers the keys and values of the paged cache for FlashAttention (SDPA without it), or, for decoding, hands the block table to FlashAttention's kernel |
 # | llama.cpp | no block table (lesson 6). Its CUDA kernels split the keys over thread blocks, merge the parts in a second kernel, and dequantise 8- and 4-bit caches inside |
 # | minillm, `ops/triton/paged_attention.py` | `decode_kernel`, `split_kernel` and `int8_kernel` in one, with several queries per tile, draft trees (lesson 11), INT4, and powers of 2 instead of e |
 #

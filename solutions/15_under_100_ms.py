@@ -918,7 +918,7 @@ claim(
 # (Stopping at the end of a line is not wrong; a benchmark that counts it as 24 tokens is.) None of the four generates a
 # wrong token.
 #
-# **Find the mistakes.** An article ends with a "production stack" for vLLM: Llama 3 70B on four GPUs, its cache in INT8, and
+# **Find the mistakes.** An article has a "production stack" for vLLM: Llama 3 70B on four GPUs, its cache in INT8, and
 # Llama 3 8B as the draft model. In our own words, its code
 #
 # * gives `LLM` the plain 70B checkpoint, `draft_model` with the 8B checkpoint, `tensor_parallel_size=4`,

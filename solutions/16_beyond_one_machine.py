@@ -614,7 +614,7 @@ claim(
 # | Megatron-LM | the column and row split of this lesson, for training |
 # | vLLM, SGLang | `tensor_parallel_size` (SGLang: `tp_size`): the same split; all-reduces of their own for small tensors; KV heads are copied where there are too few |
 # | transformers | `tp_plan="auto"` under `torchrun`: the same split |
-# | llama.cpp | whole layers on each GPU (`--split-mode layer`, the default), or matrices split by rows (`row`) |
+# | llama.cpp | whole layers on each GPU (`--split-mode layer`, the default); `tensor`, experimental, is the split of this lesson, and the older `row` is deprecated |
 # | vLLM under `torchrun` | `distributed_executor_backend="external_launcher"`: every process runs the same script and the same scheduler, as minillm does under `torchrun` |
 # | SGLang's router, llm-d, NVIDIA Dynamo | replicas behind a router that knows prefixes and queues |
 # | pipeline parallelism | whole layers on each rank: one message per boundary instead of two sums per layer, but a token passes through all of them in turn |

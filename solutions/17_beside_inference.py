@@ -815,11 +815,11 @@ quoted("SparseTransX: less training time and memory for embeddings of knowledge 
 #
 # | idea | what holds here | belongs in an inference engine? |
 # |---|---|---|
-# | contrastive loss in tiles | exactly the same gradients, memory linear in the batch. Not two orders of magnitude: 3.7 times less for the largest batch measured above. The speed was not measured in this lesson | no: training only. The engine has its merge in attention |
+# | contrastive loss in tiles | exactly the same gradients, memory linear in the batch. 3.7 times less than the matrix for the largest batch above, and the factor grows with the batch. Two orders of magnitude, at larger batches and against other ways that save memory, were not tested, nor was the speed in this lesson | no: training only. The engine has its merge in attention |
 # | OOMB | the same gradients, activations of one chunk; keys and values still grow | no: training only. Its forward half is chunked prefill |
 # | BLAST | with a quarter of the numbers a little better than an SVD; both lose most of the matrix. The acceleration in Abillama et al.'s title is not built here, and no speed was measured | only for models that were trained in this form |
 # | Monarch | no better than an SVD on this matrix | the same |
-# | BiMaCoSR | exact weights help; far behind INT4. Not 23.8 times smaller: with 2% of them exact, an eighth of float16. No speed was measured | its sparse part, yes, as in dense-and-sparse weights. One bit only for models trained with it |
+# | BiMaCoSR | exact weights help; far behind INT4. With 2% of them exact 16 times smaller than float32, with 0.5% 25 times. No speed was measured | its sparse part, yes, as in dense-and-sparse weights. One bit only for models trained with it |
 # | MEC | weighting by frequency helps what is read; codes of one to two bits lose far more than INT4, most of all as the output layer. They take a tenth of float16's bytes, not a fiftieth | no |
 # | SparseTransX | faster and smaller than gather and sum, but not faster than a fused gather | no: an engine looks up single rows |
 #

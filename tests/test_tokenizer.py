@@ -211,13 +211,14 @@ def test_the_string_of_a_token_is_its_text_unless_it_is_half_a_character() -> No
 
 
 def test_vocabularies_are_compared_token_by_token() -> None:
-    assert BYTE_LEVEL.same_vocabulary(byte_level())
-    assert not BYTE_LEVEL.same_vocabulary(SENTENCEPIECE)
+    assert BYTE_LEVEL.same_vocabulary(byte_level(), 1000)
+    assert not BYTE_LEVEL.same_vocabulary(SENTENCEPIECE, 1000)
     stranger = Tokenizer(train_tokenizer(["other words make other tokens"] * 9, 270), Path("stranger"))
-    assert not stranger.same_vocabulary(Tokenizer(train_tokenizer(TEXTS, 270), Path("of one size")))
+    assert not stranger.same_vocabulary(Tokenizer(train_tokenizer(TEXTS, 270), Path("of one size")), 270)
     other = byte_level()
     other.backend.add_tokens(["one more"])
-    assert not BYTE_LEVEL.same_vocabulary(other)
+    assert not BYTE_LEVEL.same_vocabulary(other, 1000)
+    assert BYTE_LEVEL.same_vocabulary(other, BYTE_LEVEL.vocab_size)
     assert other.vocab_size == BYTE_LEVEL.vocab_size + 1
 
 

@@ -82,7 +82,7 @@ def draft_folder(name: str, target: TargetInfo) -> Path:
     read.
     """
     folder = resolve(name)
-    if not target.tokenizer.same_vocabulary(Tokenizer.from_folder(folder)):
+    if not target.tokenizer.same_vocabulary(Tokenizer.from_folder(folder), target.config.vocab_size):
         raise TokenizerMismatchError(
             f"the draft model {name!r} has another tokenizer than the target, so its token ids mean other text; use a "
             "draft model with the target's tokenizer"
