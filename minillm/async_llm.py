@@ -72,7 +72,8 @@ class AsyncLLM:
         self._streams: dict[str, OutputStream] = {}
         """The requests that are in the engine. Only the engine's thread touches it."""
         self._accepted: set[OutputStream] = set()
-        """Those that have not ended, as far as their event loops have been told."""
+        """The streams of all accepted requests, also of those still being tokenised, until their event loop hears of
+        the end."""
         self._thread = Thread(
             target=_run_loop, args=(weakref.ref(self), self._inbox), name="minillm engine loop", daemon=True
         )
@@ -226,12 +227,12 @@ class AsyncLLM:
         except EngineDeadError:  # of a tensor-parallel engine: no later step can succeed
             raise
         except Exception as problem:
-            failed = self._failed_by(problem)
-            logger.exception("A step failed and ends %d of %d requests.", len(failed), len(self._streams))
-            self.llm_engine.abort_request([stream.request_id for stream in failed])
-            for stream in failed:  # after the abort: if that fails, `_die` informs the streams in `_streams`
-                del self._streams[stream.request_id]
-            self._deliver([(stream, None, _failed(problem)) for stream in failed])
+            failed, number = self._failed_by(problem), len(self.llm_engine.metrics.awaited)
+            logger.exception("A step failed and ends %d of %d requests.", len(failed), number)
+            self.llm_engine.abort_request(failed)
+            # After the abort: if that fails, `_die` informs the streams in `_streams`.
+            streams = [self._streams.pop(name) for name in failed if name in self._streams]
+            self._deliver([(stream, None, _failed(problem)) for stream in streams])
             return
         found = [(stream, output, None) for output in outputs if (stream := self._streams.get(output.request_id))]
         for stream, output, _ in found:
@@ -240,13 +241,11 @@ class AsyncLLM:
         aborted = self._streams.keys() - self.llm_engine.metrics.awaited  # in `llm_engine` itself, by others
         self._deliver([*found, *((self._streams.pop(name), None, None) for name in aborted)])
 
-    def _failed_by(self, problem: Exception) -> list[OutputStream]:
+    def _failed_by(self, problem: Exception) -> list[str]:
         """The requests that cannot go on after this failure of a step."""
         if isinstance(problem, NonFiniteLogitsError) and problem.request_id is not None:
-            stream = self._streams.get(prompt_id_of(problem.request_id))
-            if stream is not None:
-                return [stream]
-        return list(self._streams.values())
+            return [prompt_id_of(problem.request_id)]
+        return list(self.llm_engine.metrics.awaited)
 
     def _die(self, problem: BaseException) -> None:
         """Nothing runs any more: free what is in the engine and tell everyone who waits."""

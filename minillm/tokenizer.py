@@ -49,7 +49,8 @@ class Tokenizer:
 
         vLLM takes the tokenizer that transformers makes. For a `LlamaTokenizer` transformers 5 builds it again from
         vocabulary and merges, and then reads a text with n spaces in front as n of SentencePiece's `▁` instead of
-        n + 1. The file agrees with SentencePiece, with which such models were trained.
+        n + 1. The file agrees with SentencePiece, with which such models were trained. Of the older
+        `special_tokens_map.json` only `eos_token` is read.
 
         Raises `CheckpointError` if `folder` has no tokenizer that can be read, a broken `tokenizer_config.json`, or a
         broken `special_tokens_map.json` that is needed.
@@ -169,7 +170,8 @@ class Tokenizer:
         """The same tokenizer as a transformers object, with its chat template; loaded at the first call.
 
         With a `tokenizer.json` it is a `PreTrainedTokenizerFast`, whatever class the checkpoint names, so that it gives
-        the same token ids (see `from_folder`). Raises `CheckpointError` if transformers cannot read the folder.
+        the same token ids with transformers 5 (see `from_folder`). Raises `CheckpointError` if transformers cannot read
+        the folder.
         """
         return self._hf
 

@@ -330,6 +330,7 @@ def test_broken_logits_end_only_the_request_they_belong_to(
     with served(tiny) as engine:
 
         async def job() -> None:
+            engine.llm_engine.add_request("bad, without a stream", PROMPTS[2], bad)
             tasks = [asyncio.create_task(last(engine, PROMPTS[i], str(i), ENDLESS)) for i in range(3)]
             with pytest.raises(EngineGenerateError, match="NaN or infinite logits for request bad"):
                 await last(engine, PROMPTS[3], "bad", bad)

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -358,7 +359,8 @@ def test_jupyterlab_trusts_solved_lessons_as_they_were_copied(tmp_path, monkeypa
     changed.parent.mkdir()
     changed.write_text(to_text(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])))
     lab.solutions_folder(folder)
-    with NotebookNotary() as notary:
+    notary = NotebookNotary()
+    with closing(notary.store):
         trusted = [notary.check_signature(nbformat.read(file, as_version=4)) for file in (changed, kept)]
     assert trusted == [False, True]
 

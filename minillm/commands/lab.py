@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from minillm.commands.command import Command
@@ -137,11 +138,15 @@ def trust_copies(source: Path, target: Path) -> None:
     import nbformat
     from nbformat.sign import NotebookNotary
 
-    with NotebookNotary() as notary:
-        for file in source.glob("*.ipynb"):
-            copy = (target / file.name).read_bytes()
-            if copy == _beside_lessons(file.read_bytes()):
-                notary.sign(nbformat.reads(copy.decode(), as_version=nbformat.NO_CONVERT))
+    try:
+        notary = NotebookNotary()
+        with closing(notary.store):
+            for file in source.glob("*.ipynb"):
+                copy = (target / file.name).read_bytes()
+                if copy == _beside_lessons(file.read_bytes()):
+                    notary.sign(nbformat.reads(copy.decode(), as_version=nbformat.NO_CONVERT))
+    except OSError as problem:  # no place for Jupyter's data
+        print(f"JupyterLab will not trust them ({problem}) and show no pictures until you choose File, Trust Notebook.")
 
 
 def copy_new(

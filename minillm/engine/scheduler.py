@@ -123,7 +123,7 @@ class Scheduler:
         """Steps since the draft policy was asked, because its plan, to draft nothing, holds."""
         self._steps_to_plan = 0
         """How many more steps the plan holds for."""
-        self._told: tuple[DraftReason, dict[Request, int]] = ("fixed", {})
+        self._reported: tuple[DraftReason, dict[Request, int]] = ("fixed", {})
         """What the latest `DraftsPlanned` says."""
         self.emit = emit
         self.kv_cache_manager = self.kv_cache_manager_cls(pool, bool(config.enable_prefix_caching), emit, copy_blocks)
@@ -253,17 +253,18 @@ class Scheduler:
             if len(decoding) == len(self.running):
                 self._steps_to_plan = plan.num_steps - 1
         most_drafts = dict(zip(decoding, plan.num_drafts, strict=True))
-        self._tell(plan, most_drafts)
+        self._report_plan(plan, most_drafts)
         return most_drafts
 
-    def _tell(self, plan: DraftPlan, most_drafts: dict[Request, int]) -> None:
-        """Emit `plan`, unless it predicts nothing and says of no request what the latest event did not."""
-        reason, told = self._told
-        if plan.reason == reason and not plan.speedups and (reason == "fixed" or most_drafts.items() <= told.items()):
+    def _report_plan(self, plan: DraftPlan, most_drafts: dict[Request, int]) -> None:
+        """Emit `plan`, unless it predicts nothing and the latest event has its reason and all of its numbers."""
+        reason, reported = self._reported
+        is_known = reason == "fixed" or most_drafts.items() <= reported.items()
+        if plan.reason == reason and is_known and not plan.speedups:
             return
         ids = [request.request_id for request in most_drafts]
         self.emit(DraftsPlanned(ids, plan.num_drafts, plan.survival, plan.speedups, plan.reason))
-        self._told = plan.reason, most_drafts
+        self._reported = plan.reason, {} if plan.reason == "fixed" else most_drafts
 
     def _rows_without_drafts(self) -> int:
         """About how many tokens this step has if nothing is drafted: those of the running requests, and those of the

@@ -60,13 +60,13 @@ class _PartCompiler(Compiler):
     def compile_extra(self, func: Callable[..., Any]) -> Any:
         """Compile `func` to a `_PartLibrary`."""
         self.state.library = _PartLibrary(self.state.targetctx.codegen(), func.__qualname__)
-        self.state.library.enable_object_caching()
         return super().compile_extra(func)
 
 
 PART: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "pipeline_class": _PartCompiler}
 """For functions that only other compiled functions call. By itself numba would translate each to machine code, and
-optimize it again in each function that calls it or one of its callers: a step would take twice as long to compile."""
+optimize it again in each function that calls it or one of its callers: a step would take twice as long to compile.
+(Tried with numba 0.61 and 0.68. The overridden methods are not public.)"""
 PREFIX = "minillm-step-"
 UNUSED_DAYS = 30
 LONGEST_FOLDER, LONGEST_FILE = 48, 64

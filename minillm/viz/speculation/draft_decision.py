@@ -56,7 +56,7 @@ class DraftDecision(Picture):
         if self.event.reason in REASONS:
             return f"{chosen}: {REASONS[self.event.reason]}"
         if not self.predicts:
-            return f"{chosen}: an earlier prediction holds"
+            return f"{chosen}: decided without a new prediction"
         speedups = self.event.speedups
         best, most = self.best, f"{speedups[self.best]:.2f}× plain decoding"
         if self.chosen == best and best:

@@ -137,3 +137,7 @@ def test_what_only_others_call_is_a_type_error_in_python() -> None:
     assert quarter(8.0) == 2.0
     with pytest.raises(TypeError, match="not callable"):
         half(8.0)
+    [[part], [whole]] = (function.overloads.values() for function in (half, quarter))
+    engine = whole.library._codegen._engine
+    assert engine.is_symbol_defined(whole.fndesc.llvm_func_name)
+    assert not engine.is_symbol_defined(part.fndesc.llvm_func_name)  # no machine code of its own

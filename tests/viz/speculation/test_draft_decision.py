@@ -90,7 +90,7 @@ def test_whole_trees_leave_gaps_in_the_curve() -> None:
         ("loss", [0, 4], "4 drafts: drafting has cost more time than it saved and rests, except for requests with"),
         ("batch_size", [0, 0], "no drafts: more requests run and wait than disable_by_batch_size allows"),
         ("fixed", [2, 2], "4 drafts: the number is fixed"),
-        ("predicted", [1, 0], "1 draft: an earlier prediction holds"),
+        ("predicted", [1, 0], "1 draft: decided without a new prediction"),
     ],
 )
 def test_without_a_prediction_there_are_the_reason_and_the_numbers(
