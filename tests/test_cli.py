@@ -339,7 +339,7 @@ def test_lab_says_when_a_package_carries_no_solved_lessons(installed, tmp_path):
 
 
 def test_lab_copies_in_a_clone_too(tmp_path, monkeypatch):
-    for folder in ("lessons", "solutions"):
+    for folder in ("lessons", "solutions", "lessons/.ipynb_checkpoints"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "00_tour.ipynb").write_text(folder)
     (tmp_path / "pyproject.toml").write_text("")
@@ -347,6 +347,7 @@ def test_lab_copies_in_a_clone_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = lab.lessons_folder(None, tmp_path / "minillm")
     assert folder == tmp_path / "minillm-lessons"
+    assert [file.name for file in folder.iterdir()] == ["00_tour.ipynb"]
     assert (folder / "00_tour.ipynb").read_text() == "lessons"
     assert (lab.solutions_folder(folder, tmp_path / "minillm") / "00_tour.ipynb").read_text() == "solutions"
 

@@ -111,7 +111,7 @@ def _mask_answer(offset_mask: Function, past: int, new: int) -> Answer:
 def _requests(d: Draw) -> Numbers:
     return {
         "memory": d.one_of(24, 40, 48, 80),
-        "weights": d.float(6, 18),
+        "weights": d.int(60, 180) / 10,
         "kib": d.one_of(48, 64, 96, 128, 160),
         "tokens": 512 * d.int(2, 16),
     }

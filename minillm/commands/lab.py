@@ -160,7 +160,8 @@ def copy_new(
     could not be written to its end is deleted, because the next run would take it for a learner's.
     """
     copied = kept = 0
-    for file in sorted(f for f in source.rglob(pattern) if f.is_file()):
+    hidden = {f for folder in source.glob(".*") for f in folder.rglob("*")}  # JupyterLab's copies, where it was opened
+    for file in sorted(f for f in source.rglob(pattern) if f.is_file() and f not in hidden):
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         data = change(file.read_bytes())
