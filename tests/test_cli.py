@@ -272,17 +272,17 @@ def test_cost_says_only_what_is_known():
 def installed(tmp_path: Path) -> Path:
     """A package as pip installs it: lessons inside, no clone around."""
     package = tmp_path / "site-packages" / "minillm"
-    (package / "_lessons" / "images").mkdir(parents=True)
+    (package / "_lessons").mkdir(parents=True)
     (package / "_lessons" / "00_tour.ipynb").write_text("shipped tour")
     (package / "_lessons" / "02_kv_cache.ipynb").write_text("shipped cache")
-    (package / "_lessons" / "images" / "page.svg").write_text("<svg/>")
+    (package / "_lessons" / "glossary.md").write_text("words")
     return package
 
 
 def test_lab_copies_lessons_out_of_an_installed_package(installed, tmp_path):
     folder = lab.lessons_folder(tmp_path / "mine", installed)
     assert (folder / "00_tour.ipynb").read_text() == "shipped tour"
-    assert (folder / "images" / "page.svg").exists()
+    assert (folder / "glossary.md").exists()
 
 
 def test_lab_never_overwrites_a_learners_work(installed, tmp_path, capsys):
@@ -339,7 +339,7 @@ def test_lab_says_when_a_package_carries_no_solved_lessons(installed, tmp_path):
 
 
 def test_lab_copies_in_a_clone_too(tmp_path, monkeypatch):
-    for folder in ("lessons", "solutions", "lessons/.ipynb_checkpoints"):
+    for folder in ("lessons", "solutions", "lessons/.ipynb_checkpoints", "lessons/minillm-lessons"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "00_tour.ipynb").write_text(folder)
     (tmp_path / "pyproject.toml").write_text("")

@@ -58,6 +58,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.secret_file is None or not (args.student or args.students):
         print("exam: name --secret-file, and --student or --class; or --list", file=sys.stderr)
         return 2
+    if args.student and args.out:
+        raise ConfigError("--out is not used with --student, whose paper is printed; leave it out")
+    if args.students and args.key:
+        raise ConfigError("--key is not used with --class, which writes the keys, too; leave it out")
     secret = read_secret(args.secret_file)
     if args.student:
         write = paper.key if args.key else paper.paper

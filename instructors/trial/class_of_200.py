@@ -33,6 +33,8 @@ from minillm.teaching.registry import of_lesson
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = Rules(limits=Limits(seconds=4.0, memory=GIB), wall_seconds=40.0)
+MARK = ".class_of_200"
+"""A file beside submissions and reports that this trial wrote, and may delete."""
 SIZE = 200
 
 
@@ -271,6 +273,11 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=SIZE)
     parser.add_argument("--only", default="", help="beginnings of file names, separated by commas")
     args = parser.parse_args()
+    mark = args.folder / MARK
+    if not mark.exists() and any((args.folder / name).exists() for name in ("submissions", "report")):
+        parser.error(f"{args.folder} has submissions or reports that no trial wrote; name another --folder")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
     os.environ["TRITON_INTERPRET"] = "1"  # the mistakes of lessons 08 and 09 are kernels
     result = run(
         args.folder, args.jobs, args.size, args.only, lambda done, total: tqdm(done, total=total, disable=None)

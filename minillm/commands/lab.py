@@ -152,7 +152,8 @@ def trust_copies(source: Path, target: Path) -> None:
 def copy_new(
     source: Path, target: Path, pattern: str = "*", change: Callable[[bytes], bytes] = bytes
 ) -> tuple[int, int]:
-    """Copy the files of `source` that `target` lacks. Returns how many were copied, and how many existed already.
+    """Copy the files of `source` that `target` lacks, but none of its folders. Returns how many were copied, and how
+    many existed already.
 
     `pattern`: of their names; `change`: what to make of their bytes.
 
@@ -160,8 +161,7 @@ def copy_new(
     could not be written to its end is deleted, because the next run would take it for a learner's.
     """
     copied = kept = 0
-    hidden = {f for folder in source.glob(".*") for f in folder.rglob("*")}  # JupyterLab's copies, where it was opened
-    for file in sorted(f for f in source.rglob(pattern) if f.is_file() and f not in hidden):
+    for file in sorted(f for f in source.glob(pattern) if f.is_file()):
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         data = change(file.read_bytes())

@@ -127,7 +127,11 @@ def _training(facts: Facts) -> str:
     for stage, run in facts["runs"].items():
         corpora = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
         machines = hardware_words(run["hardware"])
-        rows.append((stage, f"{run['tokens']:,}", corpora, f"{run['steps']:,}", f"{run['minutes']:g}", machines))
+        tokens, steps = run["tokens"], run["steps"]
+        if stage == "distillation":  # no branch of the run before, whose counts it does not have
+            before = facts["runs"]["pretraining"]
+            tokens, steps = tokens + before["tokens"], steps + before["steps"]
+        rows.append((stage, f"{tokens:,}", corpora, f"{steps:,}", f"{run['minutes']:g}", machines))
     header = ("Stage", "Tokens so far", "Tokens / corpus", "Steps so far", "Minutes of the stage", "Hardware")
     recipes = "\n".join(
         f"- {stage}: {_recipe_words(run['recipe'])}{_change_words(run)}" for stage, run in facts["runs"].items()

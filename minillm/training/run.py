@@ -52,7 +52,7 @@ def train(
     target: str | None = None,
     drafter_minutes: Mapping[str, float | None] | None = None,
     ablations: Sequence[str] = (),
-    ablation_tokens: float = ABLATION_TOKENS,
+    ablation_tokens: float | None = None,
 ) -> None:
     """Train a target, its draft and their drafters, as the bundled models were.
 
@@ -63,7 +63,7 @@ def train(
     the exported models (None: `models` in `folder`). `begin_with`: a checkpoint from `pack_run` to start from.
     `target`: train the drafters for this checkpoint, a bundled name or a folder, instead of the pair's target.
     `drafter_minutes`: by method. `ablations`: instead of all this, train each of these drafters with one of its ideas
-    left out, on `ablation_tokens` tokens, and print a table.
+    left out, on `ablation_tokens` tokens (None: `ABLATION_TOKENS`), and print a table.
 
     Raises `TrainingError` if the input of a stage is missing or unfinished, a budget is no finite number above 0, two
     options exclude each other, nothing can be written to `export_to`, or this machine has no such `device`;
@@ -74,10 +74,12 @@ def train(
     own = {stage: value for stage, value in own.items() if value is not None}
     options = {f"{stage}_minutes": value for stage, value in own.items()}
     _check_budgets(minutes=minutes, ablation_tokens=ablation_tokens, **options)
+    if ablation_tokens is not None and not ablations:
+        raise TrainingError("--ablation-tokens is for --ablations; give both, or leave it out")
     if minutes is not None:
         _check_alone("minutes", **options)
     if ablations:
-        _check_alone("ablations", stages=stages, minutes=minutes, **options)
+        _check_alone("ablations", stages=stages, minutes=minutes, export_to=export_to, **options)
     if target is not None:
         target_folder(target)
     export_to = Path(folder) / "models" if export_to is None else Path(export_to)
@@ -106,7 +108,7 @@ def train(
         drafters_for=target,
     )
     if ablations:
-        print_ablations(pair, ablations, tokens=ablation_tokens)
+        print_ablations(pair, ablations, tokens=ablation_tokens or ABLATION_TOKENS)
     else:
         run_stages(pair, STAGES if stages is None else stages)
 
@@ -129,8 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=None, metavar="MODEL", help=help_text)
     help_text = "instead of any stage: train drafters with one idea left out in turn, and print their acceptance"
     parser.add_argument("--ablations", nargs="+", choices=list(VARIANTS), default=[], metavar="METHOD", help=help_text)
-    help_text = "training tokens of each of these (default: %(default)g)"
-    parser.add_argument("--ablation-tokens", type=_positive, default=ABLATION_TOKENS, metavar="N", help=help_text)
+    help_text = f"training tokens of each of these (default: {ABLATION_TOKENS:g})"
+    parser.add_argument("--ablation-tokens", type=_positive, metavar="N", help=help_text)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--threads", type=_count, default=None, help="CPU threads (default: PyTorch's choice)")
     help_text = "start from a checkpoint of the stable run (default: from scratch, or from the state in --folder)"

@@ -79,6 +79,8 @@ def test_training_states_the_recorded_run(facts):
     ):
         assert fact in text
     assert "0.01 (Muon)" in text and "0.02 (Muon)" in text
+    before, distillation = facts["runs"]["pretraining"], facts["runs"]["distillation"]
+    assert f"| distillation | {before['tokens'] + distillation['tokens']:,} |" in text
 
 
 def test_another_measurement_changes_the_card(facts):
