@@ -140,15 +140,29 @@ def _about(run: str) -> str:
     hardware, versions = result["hardware"], result["versions"]
     gpu = hardware["gpu"]
     weights = "" if is_of_bundled_weights(run) else f" The bundled model was measured {EARLIER}."
-    missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for _, m in _missed(run)]
+    missed = [_miss(m) for _, m in _missed(run)]
+    replaced = [
+        _miss(m)
+        for stage in load(run)["stages"]
+        if stage["status"] != SKIPPED and newest_run(stage["name"]) != run
+        for m in stage["metrics"]
+        if m["met"] is False
+    ]
     text = (
         f"{gpu['name']} ({gpu['total'] / 2**30:.0f} GiB), host {hardware['cpu']['name']}, PyTorch {versions['torch']}, "
         f"Triton {versions['triton']}, revision {revision(result)} (`benchmarks/{run}.json`).{_cut(run)}{weights}"
     )
     lines = [textwrap.fill(text, 120, break_on_hyphens=False), ""]
-    lines += ["Missed:" if missed else "No target was missed.", ""]
+    lines += ["Missed:" if missed else "In the stages below no target was missed.", ""]
     lines += [f"- {line}" for line in missed]
+    if replaced:
+        lines += [""] * bool(missed) + ["Missed in its other stages, which a newer run has replaced:", ""]
+        lines += [f"- {line}" for line in replaced]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _miss(metric: Result) -> str:
+    return f"{metric['name']}: {metric['value']:.3g} {metric['unit']}, asked {metric['target']}"
 
 
 def _line(metric: Result) -> str:

@@ -47,8 +47,8 @@ class AsyncLLM:
     `n=2` has two. None: no limit. As in vLLM, a request over the limit is refused with `QueueOverflowError`.
     The thread ends with `shutdown`, or when the object is no longer used.
 
-    Requests that are added to `llm_engine` itself have no stream here, and their outputs are dropped. The stream of a
-    request that is aborted there ends as after `abort`.
+    Requests that are added to `llm_engine` itself have no stream here: they run while others do, and their outputs are
+    dropped. The stream of a request that is aborted there ends as after `abort`, unless the id is used again at once.
 
     Raises `UnsupportedError` for ranks that torchrun starts: each schedules for itself, and needs the same requests at
     the same step, but requests arrive when they arrive.
@@ -253,7 +253,7 @@ class AsyncLLM:
         left = list(self._streams.values())
         self._streams.clear()
         try:
-            self.llm_engine.abort_request([stream.request_id for stream in left])
+            self.llm_engine.abort_request(list(self.llm_engine.metrics.awaited))
         finally:
             while not self._inbox.empty():  # requests that were about to be added
                 message = self._inbox.get()

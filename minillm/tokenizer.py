@@ -308,7 +308,7 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, A
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     named = dict.fromkeys(SPECIAL_TOKENS) | {name: token for name, token in config.items() if name.endswith("_token")}
     if isinstance(extra, dict):
-        named, extra = named | extra, []
+        named, extra = named | extra, config.get("additional_special_tokens") or []
     if not isinstance(extra, list):
         raise TypeError(f"{extra!r} is not a list of tokens")
     for token in (_added_token(given) for given in named.values() if isinstance(given, str | dict)):

@@ -60,6 +60,8 @@ def wheel_problems(wheel: Path) -> list[str]:
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "minillm").rglob("*.py")}
     wanted |= {f"minillm/_lessons/{path.name}" for path in (ROOT / "lessons").iterdir() if path.is_file()}
     wanted |= {f"minillm/_solutions/{path.name}" for path in (ROOT / "solutions").glob("*.ipynb")}
+    models = ROOT / "minillm" / "models" / "weights"
+    wanted |= {str(path.relative_to(ROOT)) for path in models.rglob("*") if path.is_file()}
     found += [f"the wheel lacks {name}" for name in sorted(wanted - names)]
     found += [f"the wheel has {name}" for name in sorted(names) if _unwanted(name)]
     return found + [f"{name} gives a solution away: {line!r}" for name, line in leaks(lessons, solution_lines(ROOT))]

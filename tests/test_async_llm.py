@@ -413,6 +413,7 @@ def test_shutdown_ends_those_that_wait_and_refuses_others(tiny: TinyPair) -> Non
     with served(tiny) as engine:
 
         async def job() -> None:
+            engine.llm_engine.add_request("without a stream", PROMPTS[2], ENDLESS)
             task = asyncio.create_task(last(engine, PROMPTS[0], "a", ENDLESS))
             while not engine.num_unfinished:
                 await asyncio.sleep(0.001)

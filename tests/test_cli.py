@@ -366,6 +366,14 @@ def test_jupyterlab_trusts_solved_lessons_as_they_were_copied(tmp_path, monkeypa
     assert trusted == [False, True]
 
 
+def test_solved_lessons_are_copied_where_jupyter_cannot_keep_what_it_trusts(tmp_path, monkeypatch, capsys):
+    (tmp_path / "jupyter").touch()
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    folder = lab.lessons_folder(tmp_path / "mine")
+    assert (lab.solutions_folder(folder) / "00_tour.ipynb").exists()
+    assert "only after File, Trust Notebook" in capsys.readouterr().out
+
+
 def test_lab_copies_into_its_own_folder_if_none_is_named(installed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert lab.lessons_folder(None, installed) == tmp_path / "minillm-lessons"

@@ -23,6 +23,12 @@ from minillm.bench.speculation import FIRST_ACCEPTED, NEXT_ACCEPTED
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+def replace_result(monkeypatch: pytest.MonkeyPatch, module: ModuleType, file: str, result: dict[str, Any]) -> None:
+    """Let `module` read `result` in place of a file of benchmarks."""
+    real: Callable[[str], dict[str, Any]] = module.load
+    monkeypatch.setattr(module, "load", lambda name: result if name == file else real(name))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def scripts() -> Iterator[None]:
     """The scripts of `docs/`, which is no package, find each other as when they are run."""
@@ -113,8 +119,7 @@ def test_a_sentence_on_peers_that_were_not_measured_goes_when_they_are(
 ) -> None:
     more = copy.deepcopy(figures.load("batch_0.4b_xeon"))
     more["rows"].append({**more["rows"][0], "system": "vLLM CPU, 32 seats"})
-    real: Callable[[str], dict[str, Any]] = figures.load
-    monkeypatch.setattr(figures, "load", lambda name: more if name == "batch_0.4b_xeon" else real(name))
+    replace_result(monkeypatch, figures, "batch_0.4b_xeon", more)
     with pytest.raises(ValueError, match="no vLLM with all 32 requests at a time with AMX"):
         figures.headline_words()
 
@@ -126,8 +131,7 @@ def test_systems_that_run_unlike_numbers_of_requests_are_not_in_one_line(
     for row in unlike["rows"]:
         if row["system"] == "transformers generate_batch":
             row["config"]["max_requests_per_batch"] = 32
-    real: Callable[[str], dict[str, Any]] = figures.load
-    monkeypatch.setattr(figures, "load", lambda name: unlike if name == "batch" else real(name))
+    replace_result(monkeypatch, figures, "batch", unlike)
     with pytest.raises(ValueError, match="of the line 32 requests, 8 at a time, fp32 run as many requests at a time"):
         figures.headline_words()
 
@@ -137,8 +141,7 @@ def test_lines_of_another_generation_of_processor_are_named(
 ) -> None:
     moved = copy.deepcopy(figures.load("serve"))
     moved["hardware"]["cpu"]["simd"] = figures.load("batch_0.4b")["hardware"]["cpu"]["simd"]
-    real: Callable[[str], dict[str, Any]] = figures.load
-    monkeypatch.setattr(figures, "load", lambda name: moved if name == "serve" else real(name))
+    replace_result(monkeypatch, figures, "serve", moved)
     with pytest.raises(ValueError, match=r"only AVX2 and 0\.4B: 32 requests are without AVX-VNNI"):
         figures.headline_words()
 
@@ -334,8 +337,7 @@ def test_plain_decoding_that_was_measured_twice_tells_the_noise_and_is_no_method
         line | {"system": "plain, again", "ratio": ratio, "interval": [ratio - 0.02, ratio + 0.02]}
         for ratio in (0.5, 0.96, 0.98, 9.0)
     ]
-    real: Callable[[str], dict[str, Any]] = results.load
-    monkeypatch.setattr(page, "load", lambda file: measured if file == "speculation" else real(file))
+    replace_result(monkeypatch, page, "speculation", measured)
     text = page.speculation(lambda file, result: "")
     assert "is below 0.97× in 2 of 4 lines, 1 of them with their whole interval, its slowest one at 0.50×." in text
     assert "plain, again" not in text and "9.00" not in text
@@ -377,8 +379,7 @@ def test_a_drafting_method_that_changes_tokens_is_named(
     assert "All methods gave the tokens of plain decoding." in figures.measured()
     changed = copy.deepcopy(results.load("speculation"))
     next(row for row in changed["rows"] if row["system"] == "heads, adaptive")["outputs_equal"] = False
-    real: Callable[[str], dict[str, Any]] = results.load
-    monkeypatch.setattr(page, "load", lambda file: changed if file == "speculation" else real(file))
+    replace_result(monkeypatch, page, "speculation", changed)
     text = page.speculation(lambda file, result: "")
     assert "some tokens differ from plain decoding: heads (fp32)." in text
 
@@ -448,8 +449,7 @@ def test_a_sentence_of_the_readme_that_no_longer_holds_is_not_written(
     for row in changed["rows"]:
         if row["system"] == "minillm int8 + draft":
             row["ratio"] = 2.0
-    real: Callable[[str], dict[str, Any]] = results.load
-    monkeypatch.setattr(results, "load", lambda file: changed if file == "decode" else real(file))
+    replace_result(monkeypatch, results, "decode", changed)
     with pytest.raises(ValueError, match="less is gained with 8 bits"):
         figures.headline_words()
 
@@ -532,8 +532,7 @@ def test_kinds_of_text_that_were_left_out_are_named(
         if row["config"]["batch"] != 16
         and (row["config"]["slice"], row["config"]["weights"], row["config"]["batch"]) not in absent
     ]
-    real: Callable[[str], dict[str, Any]] = results.load
-    monkeypatch.setattr(page, "load", lambda file: less if file == "speculation" else real(file))
+    replace_result(monkeypatch, page, "speculation", less)
     text = page.speculation(lambda file, result: "")
     names = "functions, docstrings, tests, imports, new code"
     assert f"The columns for 4 requests (int8) are means over {names} alone." in text

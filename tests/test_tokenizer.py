@@ -246,6 +246,7 @@ CONFIGS = {
     "listed and named": {"added_tokens_decoder": {"999": added("<a>")}, "pad_token": "<a>", "eos_token": "<tool>"},
     "further": {"extra_special_tokens": [{"__type": "AddedToken", **added("<a>")}, "<b>", "<tool>"]},
     "further, with names": {"extra_special_tokens": {"audio": "<a>"}, "bos_token": "<b>"},
+    "further, by both names": {"extra_special_tokens": {"audio": "<a>"}, "additional_special_tokens": ["<b>"]},
     "further, by the older name": {"additional_special_tokens": ["<b>", "<a>"], "extra_special_tokens": []},
     "listed and further": {"added_tokens_decoder": LISTED, "additional_special_tokens": ["<c>", "<tool>"]},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -145,8 +146,8 @@ def trust_copies(source: Path, target: Path) -> None:
                 copy = (target / file.name).read_bytes()
                 if copy == _beside_lessons(file.read_bytes()):
                     notary.sign(nbformat.reads(copy.decode(), as_version=nbformat.NO_CONVERT))
-    except OSError as problem:  # no place for Jupyter's data
-        print(f"JupyterLab will not trust them ({problem}) and show no pictures until you choose File, Trust Notebook.")
+    except (OSError, sqlite3.Error) as problem:  # no place for Jupyter's data
+        print(f"JupyterLab shows the pictures of solved lessons only after File, Trust Notebook: {problem}")
 
 
 def copy_new(
@@ -160,10 +161,10 @@ def copy_new(
     Each file is opened with mode "x", which fails if it exists, so a learner's files are never overwritten. A file that
     could not be written to its end is deleted, because the next run would take it for a learner's.
     """
+    target.mkdir(parents=True, exist_ok=True)
     copied = kept = 0
     for file in sorted(f for f in source.glob(pattern) if f.is_file()):
-        place = target / file.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place = target / file.name
         data = change(file.read_bytes())
         try:
             fresh = place.open("xb")

@@ -124,7 +124,7 @@ class Scheduler:
         self._steps_to_plan = 0
         """How many more steps the plan holds for."""
         self._reported: tuple[DraftReason, dict[Request, int]] = ("fixed", {})
-        """What the latest `DraftsPlanned` says."""
+        """Reason and numbers of the latest `DraftsPlanned`. Fixed numbers are not kept: their change is no event."""
         self.emit = emit
         self.kv_cache_manager = self.kv_cache_manager_cls(pool, bool(config.enable_prefix_caching), emit, copy_blocks)
         self.on_drop: Callable[[Request], None] = _ignore
@@ -257,7 +257,8 @@ class Scheduler:
         return most_drafts
 
     def _report_plan(self, plan: DraftPlan, most_drafts: dict[Request, int]) -> None:
-        """Emit `plan`, unless it predicts nothing and the latest event has its reason and all of its numbers."""
+        """Emit `plan`, unless it predicts nothing, has the reason of the latest event, and its numbers are fixed or
+        stand in that event."""
         reason, reported = self._reported
         is_known = reason == "fixed" or most_drafts.items() <= reported.items()
         if plan.reason == reason and is_known and not plan.speedups:

@@ -13,6 +13,9 @@ KINDS = {"code": "held-out code", "greedy": "the target's greedy text", "sampled
 def drafter_card(name: str, facts: dict[str, Any], load: str) -> str:
     """The README.md of a drafter's folder. `facts`: the content of its `training.json`. `load`: code for the engine."""
     run, method, target = facts["run"], facts["method"], facts["target"]
+    symbols = "In the loss, p is the target's distribution and q the drafter's"
+    symbols += ", i is the position of the draft" * ("^i" in facts["loss"])
+    symbols += ", and λ is 1 less the mean of Σ min(p, q) there, without gradient" * ("λ" in facts["loss"])
     rows = [
         ("Parameters", f"{facts['parameters']:,}"),
         ("Loss", facts["loss"]),
@@ -38,6 +41,8 @@ from minillm import LLM
 ```
 
 {table(("", ""), rows)}
+
+{symbols}.
 
 {MINUTES}
 

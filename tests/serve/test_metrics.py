@@ -48,27 +48,36 @@ def values(metrics: ServerMetrics, end: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def run_request(metrics: ServerMetrics, clock: SimpleNamespace, reason: Any, name: str = "a") -> None:
-    """Three prompt tokens and, after a first chunk without one, three tokens in two steps."""
+def run_requests(metrics: ServerMetrics, clock: SimpleNamespace, reason: Any, *names: str) -> None:
+    """In the same steps: three prompt tokens and, after a first chunk without one, three tokens in two steps."""
 
-    def tell(now: float, event: Any) -> None:
+    def tell(now: float, *events: Any) -> None:
         clock.now = now
-        metrics(event)
+        for event in events:
+            metrics(event)
 
-    tell(1, RequestAdded(name, "def", [5, 6, 7]))
-    tell(3, StepStarted(1, 0, 1))
-    tell(4, StepRan(1, [Work(name, "prefill", 0, 2)]))
-    tell(5, StepStarted(2, 1, 0))
-    tell(6, StepRan(2, [Work(name, "prefill", 2, 1)]))
-    tell(8, TokensCommitted(name, [9], ["x"], ["sampled"], 0, 0, 3))
-    tell(10, StepStarted(3, 1, 0))
-    tell(11, StepRan(3, [Work(name, "decode", 3, 1)]))
-    tell(24, TokensCommitted(name, [9, 9], ["x", "x"], ["sampled", "sampled"], 0, 0, 5))
-    tell(25, RequestFinished(name, reason, 3, 3))
+    def work(kind: Any, start: int, count: int) -> list[Work]:
+        return [Work(name, kind, start, count) for name in names]
+
+    def committed(tokens: list[int], length: int) -> list[TokensCommitted]:
+        texts, origins = ["x"] * len(tokens), ["sampled"] * len(tokens)
+        return [TokensCommitted(name, tokens, texts, origins, 0, 0, length) for name in names]
+
+    tell(1, *(RequestAdded(name, "def", [5, 6, 7]) for name in names))
+    tell(3, StepStarted(1, 0, len(names)))
+    tell(4, StepRan(1, work("prefill", 0, 2)))
+    tell(4, StepRan(1, work("prefill", 0, 2)))
+    tell(5, StepStarted(2, len(names), 0))
+    tell(6, StepRan(2, work("prefill", 2, 1)))
+    tell(8, *committed([9], 3))
+    tell(10, StepStarted(3, len(names), 0))
+    tell(11, StepRan(3, work("decode", 3, 1)))
+    tell(24, *committed([9, 9], 5))
+    tell(25, *(RequestFinished(name, reason, 3, 3) for name in names))
 
 
 def test_every_sum_is_the_difference_of_the_right_two_times(metrics: ServerMetrics, clock: SimpleNamespace) -> None:
-    run_request(metrics, clock, "length")
+    run_requests(metrics, clock, "length", "a")
     assert values(metrics, "_sum") == {
         "time_to_first_token_seconds": 7,
         "e2e_request_latency_seconds": 23,
@@ -85,15 +94,15 @@ def test_every_sum_is_the_difference_of_the_right_two_times(metrics: ServerMetri
 
 
 def test_every_choice_of_a_prompt_is_counted(metrics: ServerMetrics, clock: SimpleNamespace) -> None:
-    for name in ("a#0", "a#1"):
-        run_request(metrics, clock, "length", name)
+    run_requests(metrics, clock, "length", "a#0", "a#1")
     assert set(values(metrics, "_count").values()) == {2}
+    assert values(metrics, "_sum")["e2e_request_latency_seconds"] == 2 * 23
 
 
 def test_a_request_that_was_aborted_has_only_the_times_of_its_tokens(
     metrics: ServerMetrics, clock: SimpleNamespace
 ) -> None:
-    run_request(metrics, clock, "abort")
+    run_requests(metrics, clock, "abort", "a")
     assert {name: value for name, value in values(metrics, "_sum").items() if value} == {
         "time_to_first_token_seconds": 7,
         "inter_token_latency_seconds": 16,
@@ -102,7 +111,7 @@ def test_a_request_that_was_aborted_has_only_the_times_of_its_tokens(
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
 def test_a_request_is_counted_under_what_ended_it(metrics: ServerMetrics, clock: SimpleNamespace, reason: str) -> None:
-    run_request(metrics, clock, reason)
+    run_requests(metrics, clock, reason, "a")
     found = re.findall(r'request_success_total{finished_reason="(\w+)",\S+} (\S+)', metrics.text().decode())
     assert {name: float(value) for name, value in found} == {**dict.fromkeys(["stop", "length", "abort"], 0), reason: 1}
 

@@ -210,7 +210,7 @@ def test_in_the_engine_the_useless_method_falls_silent_and_the_useful_one_goes_o
     last = [event.token_ids for event in trace.of(DraftProposed)][-8:]
     useful = [ids for ids in last if ids and set(ids) <= Wrong.right]
     assert len(useful) >= 7  # one may be the other's next try
-    assert trace.of(DraftsPlanned)
+    assert any(event.speedups for event in trace.of(DraftsPlanned))
 
 
 def test_fixed_numbers_ask_both_for_all(tiny: TinyPair) -> None:

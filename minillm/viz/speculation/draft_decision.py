@@ -28,7 +28,7 @@ REASONS: dict[DraftReason, str] = {
 
 @dataclass(frozen=True)
 class DraftDecision(Picture):
-    """One decision of adaptive drafting, from its trace event. Where nothing was predicted: its reason and numbers."""
+    """One decision on the number of drafts, from its event. Where nothing was predicted: its reason and numbers."""
 
     event: DraftsPlanned
     trace: Trace | None = None
