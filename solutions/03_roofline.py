@@ -479,7 +479,7 @@ check("l03.mbu")
 # The next cell times decoding with one request and with eight, at two contexts, and the prefill of 256 tokens. All of
 # them run in plain PyTorch, operation by operation. One decode step and the prefill also run as **one [compiled
 # function](glossary.md#compiled-step)** each, which is what the engine uses by default on a CPU (`enforce_eager=True`
-# above turns it off; lesson 15 looks into it). Compiling takes five seconds to a minute, once. The compiled weights
+# above turns it off; lesson 15 looks into it). Compiling takes ten seconds to a minute, once. The compiled weights
 # stay in the 16 bits of the checkpoint, so a step reads about half the bytes.
 
 # %% tags=["nbval-ignore-output"]

@@ -136,7 +136,7 @@ class CompiledSteps:
 def compiled_steps(name: str, context: int) -> CompiledSteps | str:
     """A decode step and a prefill of `context` tokens, or the reason why this machine has none.
 
-    The first call on a machine compiles the step, which takes five seconds to a minute; the result is cached on disk.
+    The first call on a machine compiles the step, which takes ten seconds to a minute; the result is cached on disk.
     """
     runner, [segment] = decoding(load_model(name, torch.float32, "cpu"), 1, context)
     reason = runner.use_executor()

@@ -142,3 +142,6 @@ def test_wrong_options_say_what_is_wrong(tmp_path, capsys) -> None:
     assert "at least 16" in capsys.readouterr().err
     assert main(["--student", "alice"]) == 2
     assert "--secret-file" in capsys.readouterr().err
+    for ignored in (["--student", "alice", "--out", str(tmp_path / "out")], ["--class", str(short), "--key"]):
+        assert main(["--secret-file", str(short), *ignored]) == 2
+        assert f"{ignored[2]} is not used with {ignored[0]}" in capsys.readouterr().err

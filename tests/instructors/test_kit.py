@@ -14,6 +14,7 @@ import pytest
 from instructors import lesson_plan, mistakes, pictures, syllabus
 from instructors.exam.paper import choose
 from instructors.lesson_plan import read_plans
+from instructors.trial import class_of_200
 from minillm.errors import LessonError
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,15 @@ def test_a_stale_table_is_found(tmp_path, monkeypatch, capsys) -> None:
     assert syllabus.main(["--check"]) == 1
     assert "stale" in capsys.readouterr().err
     assert syllabus.main([]) == 0 and syllabus.main(["--check"]) == 0
+
+
+def test_a_trial_deletes_no_submissions_of_a_course(tmp_path, monkeypatch) -> None:
+    (tmp_path / "submissions").mkdir()
+    monkeypatch.setattr(class_of_200, "run", lambda *given: pytest.fail("it ran"))
+    monkeypatch.setattr(sys, "argv", ["class_of_200", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        class_of_200.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["submissions"]
 
 
 def test_minutes_follow_from_the_counts(monkeypatch) -> None:

@@ -828,6 +828,7 @@ def test_a_refused_total_of_minutes_leaves_no_folder(tmp_path):
         ("--ablations spire --stages spire", "--ablations and --stages"),
         ("--ablations spire --minutes 3", "--ablations and --minutes"),
         ("--ablations spire --spire-minutes 3", "--ablations and --spire-minutes"),
+        ("--ablations spire --export-to {0}/models", "--ablations and --export-to"),
     ],
 )
 def test_options_of_which_one_would_be_ignored_are_refused(tmp_path, monkeypatch, arguments, named):
@@ -839,6 +840,12 @@ def test_options_of_which_one_would_be_ignored_are_refused(tmp_path, monkeypatch
     with pytest.raises(TrainingError, match=f"^{named} exclude each other"):
         run_from_args(args)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_of_ablations_without_ablations_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("minillm.training.run.run_stages", lambda *given, **options: pytest.fail("it ran"))
+    with pytest.raises(TrainingError, match="--ablation-tokens is for --ablations"):
+        train(folder=tmp_path, ablation_tokens=2e6)
 
 
 def test_by_default_the_models_are_written_beside_the_run(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """How numba compiles the functions of this folder, and where it caches the machine code.
 
-Compiling a step takes five seconds to a minute, once for each kind of weights and cache. numba caches the result on
+Compiling a step takes ten seconds to a minute, once for each kind of weights and cache. numba caches the result on
 disk, but checks only the file of the entry point for changes. A step is compiled from all files of this folder, so the
 name of the cache folder is a hash of all of them, numba's version and the processor. Environments and machines
 that share a disk have a cache folder each; folders that were not used for `UNUSED_DAYS` are deleted.
