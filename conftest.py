@@ -68,10 +68,12 @@ TOGETHER = (
         "tests/ops/cpu/test_attention.py",
         "tests/ops/cpu/test_nibbles.py",
         "tests/ops/cpu/test_panels.py",
+        "tests/runtime/test_skipped_blocks.py",
     ),
+    ("tests/teaching/test_exercises.py", "tests/teaching/test_l09.py"),
 )
-"""Files that share what is slow to make: one worker runs them. The first share the book of all lessons, the others the
-inner functions of compiled steps."""
+"""Files that share what is slow to make: one worker runs them. The first share the book of all lessons, the next the
+inner functions of compiled steps, the last what the kernels of lesson 9 and their planted mistakes answer."""
 
 
 @pytest.hookimpl(optionalhook=True)

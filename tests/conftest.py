@@ -35,6 +35,7 @@ LONGEST_FILES = (
     "runtime/test_cpu_executor.py",
     "teaching/grading/test_grading.py",
     "teaching/test_exercises.py",
+    "teaching/test_l09.py",
     "browser/test_book.py",
     "cache/test_measured_bytes.py",
     "runtime/test_gpu_graphs.py",

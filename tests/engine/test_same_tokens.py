@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ METHODS = {
     "heads": HEADS,
 }
 ROUGH_DRAFT = {**DRAFT, "quantization": "w8a8"}
+INT8_DRAFT = {**DRAFT, "quantization": "int8"}
+"""Beside a target with the same weights and cache: what the target's steps are compiled to runs the draft's too."""
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
@@ -98,23 +101,25 @@ def test_a_draft_of_fewer_bits_changes_nothing(expected: list[list[int]]) -> Non
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "draft"),
     [
-        {"quantization": "w8a8"},
-        {"quantization": "int8", "kv_cache_dtype": "int8"},
-        {"quantization": "int4"},
-        {"dtype": "bfloat16"},
+        ({"quantization": "w8a8"}, ROUGH_DRAFT),
+        ({"quantization": "int8", "kv_cache_dtype": "int8"}, INT8_DRAFT),
+        ({"quantization": "int4"}, ROUGH_DRAFT),
+        ({"dtype": "bfloat16"}, ROUGH_DRAFT),
     ],
     ids=str,
 )
-def test_rounded_numbers_give_the_same_tokens_alone_in_company_and_drafted(options: dict[str, str]) -> None:
+def test_rounded_numbers_give_the_same_tokens_alone_in_company_and_drafted(
+    options: dict[str, str], draft: dict[str, Any]
+) -> None:
     # Only the compiled step promises this: there a token is the same to the last bit whatever runs beside it.
     texts = prompts()[:16]
     together = tokens_of(LLM("minicoder", **options), texts)
     alone = LLM("minicoder", block_size=8, enable_prefix_caching=False, **options)
     assert alone.engine.runner.executor is not None
     assert [tokens_of(alone, [text])[0] for text in texts] == together
-    assert tokens_of(LLM("minicoder", speculative_config=ROUGH_DRAFT, **options), texts) == together
+    assert tokens_of(LLM("minicoder", speculative_config=draft, **options), texts) == together
 
 
 @pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from minillm import LLM, EngineArgs, LLMEngine, SamplingParams, llm_engine
-from minillm.engine.step_rows import StepRows
 from minillm.errors import NonFiniteLogitsError, PromptError
 from minillm.trace import RequestFinished, RequestPreempted, StepRan, TokensCommitted
+from tests.broken_logits import break_logits
 from tests.conftest import TinyPair
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
@@ -151,21 +151,12 @@ def test_requests_may_be_added_and_aborted_while_another_thread_steps(tiny: Tiny
 def test_broken_logits_of_one_thread_do_not_end_another(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = made(tiny, "eager")
     alone = tokens(llm, PROMPTS[:2])
-    forward = llm.engine._run
-
-    def forward_or_nan(scheduled: Any) -> Any:
-        logits, hidden = forward(scheduled)
-        logits = logits.clone()
-        for item, part in zip(scheduled, StepRows(scheduled, logits).by_request, strict=True):
-            if item.request.prompt == PROMPTS[2] and item.request.num_output_tokens > 5:
-                part.fill_(float("nan"))
-        return logits, hidden
 
     def broken() -> None:
         with pytest.raises(NonFiniteLogitsError):
             tokens(llm, [PROMPTS[2]])
 
-    monkeypatch.setattr(llm.engine, "_run", forward_or_nan)
+    break_logits(monkeypatch, lambda request: request.prompt == PROMPTS[2] and request.num_output_tokens > 5)
     for _ in range(5):
         assert together([lambda: tokens(llm, PROMPTS[:2]), broken]) == [alone, None]
     assert not llm.engine.has_requests and llm.engine.pool.num_used == 0

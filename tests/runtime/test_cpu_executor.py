@@ -75,6 +75,8 @@ def random_model(config: ModelConfig, seed: int = 0, numbers: torch.dtype = torc
         if parameter.ndim == 1:
             parameter.copy_(torch.randn_like(parameter) * 0.1 + ("norm" in name))
         parameter.copy_(parameter.to(numbers))
+        if numbers is torch.bfloat16 and parameter.ndim == 2:
+            parameter[0, 0] = 2.0**-30  # no float16 number: a step for matrices in float16 would be compiled besides
     model.tie()
     return model.eval()
 
@@ -393,7 +395,7 @@ def test_chains_end_where_their_survival_falls_below_the_limit(
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 def test_drafting_ends_where_logits_are_broken(fast: bool, broken: float) -> None:
-    model = random_model(PLAIN)
+    model = random_model(PLAIN, numbers=torch.float32)
     model.lm_head.weight[5, 3] = broken
     with pytest.raises(NonFiniteLogitsError, match="the draft model gave NaN or infinite logits"):
         runner_of(model, fast=fast).draft([Segment(PROMPT, 0, TABLE)], 3)
@@ -527,7 +529,7 @@ def test_packing_a_float_matrix_copies_only_some_rows_at_a_time(dtype: torch.dty
 
 
 def test_nan_in_a_weight_reaches_the_logits() -> None:
-    model = random_model(PLAIN)
+    model = random_model(PLAIN, numbers=torch.float32)
     model.layers[1].mlp.down_proj.weight[5, 3] = torch.nan
     assert outputs(runner_of(model)).isnan().any()
 
@@ -577,7 +579,7 @@ def test_drafting_in_one_call_gives_the_same_tokens_as_step_by_step(count: int) 
 def test_a_quantised_unembedding_gives_the_logits_of_plain_pytorch() -> None:
     for config in (PLAIN, SHAPES["tied"]):
         exact = outputs(runner_of(random_model(config), fast=False))
-        model = quantize_unembedding(quantize_model(random_model(config), W8A8()), W8A8())
+        model = quantize_unembedding(quantize_model(random_model(config), W8A8()), Int8())
         got, right = outputs(runner_of(model)), outputs(runner_of(model, fast=False))
         assert relative(got, right) < 0.5 * relative(right, exact)
         assert torch.equal(model.embed_tokens.weight, random_model(config).embed_tokens.weight)

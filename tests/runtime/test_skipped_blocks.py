@@ -15,11 +15,9 @@ from minillm.cache.base import KVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
-from minillm.models.config import ModelConfig, RopeConfig
-from minillm.models.decoder import Decoder
 from minillm.runtime.runner import ModelRunner
+from tests.runtime.test_cpu_executor import PLAIN, random_model
 
-CONFIG = ModelConfig(97, 64, 96, 3, 4, 2, 32, 64, rope=RopeConfig())
 SIZE = 4
 PROMPT, TABLE = [(7 * i + i * i) % 97 for i in range(22)], [7, 3, 11, 0, 30, 2, 19]
 CHOSEN = [0, 3]
@@ -31,9 +29,7 @@ NEW = [50, 51, 52]
 
 def runner(layout: type[KVCache] = PagedKVCache, fast: bool = False) -> ModelRunner:
     """A runner whose cache holds PROMPT."""
-    torch.manual_seed(0)
-    model = Decoder(CONFIG).requires_grad_(False).eval()
-    one = ModelRunner(model, layout(CONFIG, 40, SIZE, torch.float32, torch.device("cpu")), SIZE)
+    one = ModelRunner(random_model(PLAIN), layout(PLAIN, 40, SIZE, torch.float32, torch.device("cpu")), SIZE)
     if fast:
         assert one.use_executor() is None
     one.run([Segment(PROMPT, 0, TABLE)])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from functools import cache
 
 import pytest
 import torch
 
-from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import call, named_inputs
 from minillm.teaching.check_function import check_function
 from minillm.teaching.compare import exact
@@ -18,6 +15,7 @@ from minillm.teaching.drives.lazy_kernel import LazyKernel
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.registry import every, find
 from minillm.teaching.result import Status
+from tests.teaching.answers import key_of
 
 ALL = every()
 every_exercise = pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
@@ -25,12 +23,6 @@ every_wrong_version = pytest.mark.parametrize(
     ("exercise", "wrong"),
     [pytest.param(e, w, id=f"{e.name}-{w.description}") for e in ALL for w in e.wrong],
 )
-
-
-@cache
-def key_of(name: str) -> AnswerKey:
-    """The answers of one exercise, kept while its tests run; in this process, so that what is worked out stays."""
-    return AnswerKey(dataclasses.replace(find(name), guarded=False))
 
 
 def test_names_are_unique_and_found():

@@ -30,6 +30,7 @@ from minillm.teaching.result import CheckResult, Status
 from minillm.teaching.variants.l06_to_l09 import MAKERS
 from minillm.teaching.variants.random_numbers import Draw
 from tests.ops.triton.steps import Step, step
+from tests.teaching.answers import key_of
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is for Linux")
@@ -49,7 +50,7 @@ def run(name: str, given: Step, *more: object) -> torch.Tensor:
 def answers(name: str) -> AnswerKey:
     """Every answer of the reference and of the planted mistakes: the interpreter takes seconds for them, and each check
     of a kernel would begin anew."""
-    key = AnswerKey(find(f"l09.{name}"))
+    key = AnswerKey(find(f"l09.{name}"), known=key_of(f"l09.{name}"))
     key.fill()
     return key
 
