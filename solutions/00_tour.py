@@ -88,7 +88,7 @@ print("ready")
 # were written in the current step. *40 of 41* beside a request means that the keys and values of 40 of its 41 tokens
 # are in the cache: the newest token was chosen, but has not been through the model yet. On the right are the rounds of
 # one request: the tokens that the draft model proposed, which of them the target accepted, and the token that the
-# target added.
+# target added. (If a draft was rejected, the legend calls it *recovered from the residual*, a term of lesson 10.)
 #
 # The engine runs first, in a second or two, and records its events. The recording then plays slowly once it is visible
 # on your screen. You can pause it, step through it with the arrow keys, choose another speed, or read it as text.
@@ -126,9 +126,9 @@ show(pages, step=trace.of(StepStarted)[0].step)
 # %% [markdown]
 # Next comes **verification**: the target runs one forward over the last token of a request and its four drafts, five
 # tokens in all, and so checks all four drafts at once. Rejected drafts leave invalid keys and values in their slots.
-# These slots are hatched here, and the next round overwrites them. To take the rejected tokens back, the engine lowers
-# one counter and frees pages that hold only rejected tokens, except the page that the next token needs. Nothing is
-# copied or erased.
+# These slots are hatched here and count as empty; the next round overwrites them. To take the rejected tokens back, the
+# engine lowers one counter and frees pages that hold only rejected tokens, except the page that the next token needs.
+# Nothing is copied or erased.
 
 # %%
 moment = first_rejected_round(trace)
@@ -351,7 +351,7 @@ tour(page_size=4, drafts=8, requests=3, pool_tokens=384)
 # %%
 from minillm.speculative.drafter import Draft, Drafter
 
-comma = plain.engine.tokenizer.encode(",")[0]
+comma = plain.engine.tokenizer.encode(",")[-1]
 
 
 class OnlyCommas(Drafter):

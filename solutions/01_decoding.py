@@ -482,7 +482,7 @@ check("l01.generate_naive")
 from minillm import LLM
 
 generate = use("l01.generate_naive")
-eos_id = config.eos_token_ids[0] if config.eos_token_ids else -1
+eos_id = -1  # no token: a model may have several end tokens, and this loop takes one
 NEW = 32
 new_ids = generate(forward, prompt_ids, NEW, eos_id)
 print(tokenizer.decode(prompt_ids + new_ids))
@@ -494,7 +494,7 @@ llm = LLM(
     enforce_eager=True,  # steps in plain PyTorch, like yours
     enable_prefix_caching=False,  # each prompt from its first token
 )
-[output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NEW), use_tqdm=False)
+[output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True), use_tqdm=False)
 print()
 claim(f"The engine generates the same {len(new_ids)} tokens.", new_ids == list(output.outputs[0].token_ids))
 
@@ -597,9 +597,10 @@ AttentionWorkView(Trace(with_cache))
 # ### When attention dominates
 #
 # "Attention is quadratic" is true and often misunderstood. Count the arithmetic of one forward over $n$ tokens: the linear
-# layers need $2 \cdot \text{weights}$ operations for each of $n$ rows, attention $4 \cdot \text{layers} \cdot
-# \text{heads} \cdot \text{width}$ for each of $n(n+1)/2$ visible pairs. The rest (norms, RoPE, softmax, and the logits, of
-# which generating needs one row) is left out. From which length on is attention the larger part?
+# layers need $2 \cdot \text{weights}$ operations for each of $n$ rows (one multiplication and one addition per weight),
+# attention $4 \cdot \text{layers} \cdot \text{heads} \cdot \text{width}$ for each of $n(n+1)/2$ visible pairs (half for
+# the score, half for the value). The rest (norms, RoPE, softmax, and the logits, of which generating needs one row) is
+# left out. From which length on is attention the larger part?
 
 # %%
 weights = sum(p.numel() for layer in model.layers for p in layer.parameters() if p.ndim == 2)
@@ -761,7 +762,8 @@ for label, ids in (("generated ids", written), ("ids after encode", returned)):
 
 made = tokenizer.decode(written)
 for _ in range(12):
-    made += tokenizer.decode([int(forward(tokenizer.encode(made))[-1].argmax())])
+    ids = tokenizer.encode(made)
+    made = tokenizer.decode([*ids, int(forward(ids)[-1].argmax())])
 print("\nloop over ids:      ", repr(tokenizer.decode(generate(forward, written, 12, eos_id))))
 print("loop through text:  ", repr(made[len(tokenizer.decode(written)) :]), "\n")
 

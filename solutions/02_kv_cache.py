@@ -76,9 +76,10 @@ claim("Most of these rows are repetitions.", plain_rows > 10 * (len(prompt_ids) 
 # prompt of one token.) Two kinds of work grow differently. Count both, in arithmetic operations, for the token at
 # position $n$:
 #
-# * **linear layers** do the same for every row that goes through: $2 \cdot \text{weights}$ operations a row;
+# * **linear layers** do the same for every row that goes through: $2 \cdot \text{weights}$ operations a row, one
+#   multiplication and one addition per weight;
 # * **attention** compares every query with every key before it: $4 \cdot \text{layers} \cdot \text{heads} \cdot
-#   \text{width}$ operations for each pair.
+#   \text{width}$ operations for each pair, half for the score, half for the value.
 
 # %% tags=["expected"] alt="Work for one token against its position, logarithmic on both axes: without a cache it rises from 1 to more than 1000 times the first token's work at position 1000; a dashed line for one row per token stays below 2."
 from minillm.viz.charts import Axis, LineChart, Series
@@ -319,7 +320,7 @@ from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, QWE
 GIB = 2**30
 models = [  # name, shape, billions of weights that a step reads, bytes a number, longest context
     (name, config, (weights_per_row + config.vocab_size * config.hidden_size) / 1e9, 4, config.max_position_embeddings),
-    ("Qwen3-0.6B", QWEN_3_06B, 0.6, 2, 40_960),
+    ("Qwen3-0.6B", QWEN_3_06B, 0.596, 2, 40_960),
     ("Llama-3-8B", LLAMA_3_8B, 8.03 - 128_256 * 4096 / 1e9, 2, 8192),  # all, less the input embedding
     ("Llama-2-70B", LLAMA_2_70B, 68.98 - 32_000 * 8192 / 1e9, 2, 4096),
 ]

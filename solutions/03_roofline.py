@@ -69,7 +69,7 @@ moved = weight_bytes(model) + kv_bytes(config, context)
 decode_work = operations(model, rows=1, pairs=context, logits=1)
 prefill_work = operations(model, rows=context, pairs=context * (context + 1) // 2, logits=1)
 print("                           million operations   million bytes   operations per byte")
-for label, work in (("decode 1 token after 256", decode_work), ("prefill 256 tokens", prefill_work)):
+for label, work in (("decode the 256th token", decode_work), ("prefill 256 tokens", prefill_work)):
     print(f"{label:25} {work / 1e6:19,.0f} {moved / 1e6:15,.1f} {work / moved:21,.2f}")
 claim(
     "Prefill does more than a hundred times as many operations with the same bytes.", prefill_work > 100 * decode_work
@@ -457,7 +457,7 @@ def mbu(
 ) -> float:
     """Return the model bandwidth utilisation of one decode step for `batch` requests, as a share: 0.4 means 40%.
 
-    weight_bytes: of the whole model; kv_bytes_per_request: of one request's cache; bandwidth: bytes per second
+    weight_bytes: of the weights a step reads; kv_bytes_per_request: of one request's cache; bandwidth: bytes per second
     The share is above 1 if bytes came from elsewhere than the memory, for example from the processor's cache.
 
     Example: 60 bytes of weights, 20 of cache, one request, 2 seconds, 100 bytes per second: 80 of 200, so 0.4.
@@ -537,7 +537,7 @@ reached = [
     utilisation(weight_bytes(sized[w]), kv_bytes(sized[w].config, 256), 1, took[w], here.bandwidth) for w in widths
 ]
 fewer, faster = megabytes[0] / megabytes[-1], took[widths[0]] / took[widths[-1]]
-print(f"a step of the narrowest model has {fewer:.0%} of the bytes of the widest, and takes {faster:.0%} of the time")
+print(f"the narrowest model has {fewer:.0%} of the weights of the widest, and its step takes {faster:.0%} of the time")
 print(f"it takes {took[64] / took[384]:.0%} of the time of a model of width 384, minicoder's width")
 claim("Bytes shrink far more than time.", faster > 3 * fewer, measured=True)
 claim("The widest model uses more of the bandwidth than the narrowest.", reached[-1] > reached[0], measured=True)
@@ -744,13 +744,13 @@ claim(
 # ### A point above the roof
 #
 # Here is the addition `a + b` of two vectors, written to a third: one operation for 12 bytes, far left on the slope. It
-# is timed with vectors of 32 MB, and then with vectors of 128 KB that are added repeatedly. **Guess** where the second
-# point will lie.
+# is timed with vectors of 32 MiB, and then with vectors of 128 KiB that are added repeatedly. **Guess** where the
+# second point will lie.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import additions
 
-sizes = {"32 MB": (2**23, 1), "128 KB, repeatedly": (2**15, 2**9)}
+sizes = {"32 MiB": (2**23, 1), "128 KiB, repeatedly": (2**15, 2**9)}
 took = medians(time_in_turn({label: additions(*size) for label, size in sizes.items()}))
 points = [
     Point(label, 1 / 12, length * repeats / took[label], group="a + b") for label, (length, repeats) in sizes.items()

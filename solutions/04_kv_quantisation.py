@@ -796,8 +796,9 @@ LineChart(
 # (float16 is in the table only: its KL is far below the chart.)
 #
 # * **KIVI has less KL than finer groups**, and at this context fewer bytes: 1,302 a token, INT4 with groups of 16 takes
-#   1,536. But its window in float16 is a fixed cost. In a text of 512 tokens, the longest in which this KL was
-#   measured, KIVI takes 1,456 bytes a token, in one of 352 as many as groups of 16, and in shorter ones more.
+#   1,536. But its window in float16 is a fixed cost. In a text of 512 tokens, a little longer than the rows of about 475
+#   in which this KL was measured, KIVI takes 1,456 bytes a token, in one of 352 as many as groups of 16, and in
+#   shorter ones more.
 # * **Much of that is the window.** With keys quantised per token, at the same bytes, most of the gain is already there;
 #   scales per channel add to it. A comparison of a method that has a window with one that has none measures both at
 #   once. (The texts here are short pieces joined together, which favours any window. On long documents it would gain

@@ -83,14 +83,16 @@ predict("l08.found", None, unit="of 4")
 # ### A whole kernel to begin with
 #
 # Each program writes its program id into its elements of `out`. Read it line by line; the other kernels differ only in
-# what they compute.
+# what they load and compute.
 #
 # * `@triton.jit` turns the function into a kernel. A tensor arrives as a *pointer*: the address of its first element.
 # * `tl.program_id(0)` is the id of this program.
 # * `tl.arange(0, BLOCK)` is the block 0, 1, … BLOCK - 1, one number per lane. Its length must be a power of two, known
 #   when the kernel is compiled: hence `tl.constexpr`.
 # * `out_ptr + place` is a block of addresses.
+# * `tl.store(out_ptr + place, x, mask=…)` stores a block there. `x = tl.load(x_ptr + place, mask=…)` loads one.
 # * `mask` says which lanes are on. The others are masked.
+# * Between load and store you compute with whole blocks: `x + y`, `x * y`, `tl.exp(x)`, `tl.sqrt(x)`, as with tensors.
 #
 # A kernel is launched with a **grid**, the number of programs, in square brackets.
 
@@ -539,7 +541,8 @@ claim(
 # Three things follow from this table.
 #
 # * **The gain comes from intermediate results that are neither written nor read back.** Between load and store
-#   everything stays in registers. The five operations write four intermediate tensors, and read them.
+#   everything stays in **registers**, the numbers that a multiprocessor holds beside its arithmetic units. The five
+#   operations write four intermediate tensors, and read them.
 # * **`torch.softmax` is no worse.** It *is* one kernel. Where PyTorch has a fused operation, your own kernel saves no bytes.
 #   It saves them where PyTorch has only separate operations.
 # * **The INT8 kernel still writes float32**, four bytes for each byte it reads. The attention kernel of lesson 9 uses the

@@ -880,7 +880,7 @@ claim("Some drafts do not survive the way through text.", trip.changed > 0, of_m
 # |---|---|---|
 # | vLLM | `v1/sample/rejection_sampler.py`; option `rejection_sample_method` | `standard` (yours), `block`, and `synthetic`, which accepts at a given rate whatever the tokens are: for measurements only. A model's drafts are argmaxes, accepted with p(x), unless `draft_sample_method` is `"probabilistic"` |
 # | transformers | `_speculative_sampling` in `generation/utils.py` | p/q and the residual |
-# | SGLang | `tree_speculative_sampling_target_only` | by default accepts with p(x), without q; `speculative_accept_threshold_single` and `speculative_accept_threshold_acc` are 1 by default, and lower values raise that chance, which makes it lossy; `speculative_use_rejection_sampling` is an option |
+# | SGLang | `tree_speculative_sampling_target_only` | by default accepts with p(x), without q; `speculative_accept_threshold_single` and `speculative_accept_threshold_acc` are 1 by default, and lower values raise that chance, which makes it lossy; `speculative_use_rejection_sampling` is an option, set by default for EAGLE's chains on AMD GPUs (pull request 37134) |
 # | llama.cpp | `common_sampler_sample_and_accept_n` | samples from the target at each position and goes on while the sample equals the draft: accepts with p(x) |
 # | Medusa | typical acceptance | accepts what is likely enough for the target: lossy |
 #

@@ -417,7 +417,8 @@ class CausalSegment(Segment):
 
 parents = [-1, -1, 0, 0, 1]
 prompt = tokenizer.encode(slices["functions"][0])[:40]
-tree = tokenizer.encode("return self")[:2] + tokenizer.encode(" = None")[:2] + tokenizer.encode("(")[:1]
+parts = {"return self": 2, " = None": 2, "(": 1}  # so many tokens of each
+tree = [i for text, n in parts.items() for i in tokenizer.encode(text, add_special_tokens=False)[:n]]
 table = list(range(8))
 
 
@@ -664,8 +665,8 @@ claim("On the saturated machine nothing is drafted.", per_step[-1] == 0)
 claim("The text is the same on all three.", len({str(run.outputs) for run in decided.values()}) == 1)
 
 # %% [markdown]
-# One decision of the second machine, in the ninth step: A and B continue imports, C and D docstrings. On the left, the
-# chance of each draft to be kept; on the right, what another draft would do to the speed.
+# One decision of the second machine, in the ninth step after the prompts: A and B continue imports, C and D docstrings.
+# On the left, the chance of each draft to be kept; on the right, what another draft would do to the speed.
 
 # %% tags=["expected"] alt="Left: four requests with their chances by position; the cells with the highest chances are ticked. Right: predicted speed-up by number of drafts, with a ring at the chosen number, where it is highest."
 STEP = 8
@@ -853,7 +854,7 @@ claim("Prices of another machine cost most.", min(speeds, key=speeds.get) == "pr
 # | Hydra | heads that run one after another, because each also reads the tokens guessed before it | a fixed tree |
 # | PARD | a draft model with mask tokens: K drafts in one forward | K |
 # | Sequoia | any draft model | the tree's shape by dynamic programming for a machine |
-# | Arctic (Snowflake) | suffix decoding first, a model where it finds nothing | by the length of the match |
+# | Arctic (Snowflake) | suffix decoding where it expects at least as many accepted tokens as the model would draft, else the model | by the length of the match; the model a fixed number |
 # | llama.cpp, transformers | a draft model, or prompt lookup (`prompt_lookup_num_tokens`) | fixed, or by the draft model's confidence |
 
 # %%

@@ -758,9 +758,11 @@ quoted("SPIRe: over 35% more throughput than MagicDec, modelled; trains", "Neela
 # | drafter | reads of the weights | reads of the cache, per drafted token | trained |
 # |---|---|---|---|
 # | view: sinks and window, SnapKV (MagicDec) | all | a fixed number of tokens, in all layers | no |
-# | upper nibbles (QuantSpec) | all, in four bits | all tokens, half of the bits | no |
+# | upper nibbles (QuantSpec) | all, in four bits | all tokens, the upper four of eight bits | no |
 # | SPIRe | its own copy of a quarter of the layers, and the output layer | 65 tokens, in those layers; older ones as the target computed them | yes |
 # | LongSpec | one layer of its own, and the output layer | 512 tokens of its own layer, and all tokens of the target's last layer | yes |
+#
+# Four bits are counted as 4.25: a scale and a zero point, each of 16 bits, are stored for every 128 numbers.
 #
 # The numbers above say why there is more than one of them. The trained drafters read least; their price is the training.
 # Of the two without training, four bits of everything read less at shorter contexts, because a view still reads all weights in
@@ -899,7 +901,7 @@ claim(
 # | system | what it does |
 # |---|---|
 # | MagicDec | StreamingLLM or SnapKV as the drafter's cache, a separate, compacted one; in its example a budget of 256 tokens and three drafts |
-# | vLLM | caches of 8 bits (FP8, INT8) and fewer (INT4; TurboQuant: 4 and 3), and windows for models trained with them; its drafts come from other methods, among which there is no view of the target's cache |
+# | vLLM | caches of 8 bits (FP8, INT8) and fewer (INT4, NVFP4; TurboQuant: 4 and 3), and windows for models trained with them; its drafts come from other methods, among which there is no view of the target's cache |
 # | SGLang | drafts by trained layers (EAGLE, multi-token prediction), a draft model or n-grams |
 # | transformers | another self-drafter: the target's first layers (`assistant_early_exit`), in models trained for it |
 # | llama.cpp | with `--context-shift` and `--keep`, the first tokens and the newest as the *only* cache |

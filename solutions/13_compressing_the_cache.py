@@ -758,7 +758,7 @@ quoted(
 # | system | what it does |
 # |---|---|
 # | DeepSeek's MLA, in vLLM and SGLang | a *trained* low rank. Exercise 3 is why it has two parts: latents without RoPE, whose up-projections are absorbed in decode, and a few separate channels with RoPE |
-# | vLLM, SGLang, llama.cpp | fewer bits: vLLM has caches of 8 bits (FP8, INT8) and fewer (INT4; TurboQuant: 4 and 3), SGLang FP8 and FP4, llama.cpp 8 and 4 bits; windows for models that were trained with them |
+# | vLLM, SGLang, llama.cpp | fewer bits: vLLM has caches of 8 bits (FP8, INT8) and fewer (INT4, NVFP4; TurboQuant: 4 and 3), SGLang FP8 and FP4, llama.cpp 8 to 4 bits; windows for models that were trained with them |
 # | transformers | quantised caches; token eviction by separate libraries, such as NVIDIA's kvpress |
 # | minillm | `kv_cache_config={"layout": …}` with `think`, `lorc`, `commvq`, `squeezed`, `snapkv`, `window`, `sinks`, `kivi`; measured by `minillm bench zoo` |
 #

@@ -804,7 +804,7 @@ claim(
 #
 # | system | what it does |
 # |---|---|
-# | vLLM, SGLang | prefix caching: the exact case, by block hash or radix tree; `cache_salt` keeps tenants apart |
+# | vLLM, SGLang | prefix caching: the exact case, by block hash or radix tree; `cache_salt` keeps tenants apart. Both can keep copies in host memory (`kv_offloading_size`; `--enable-hierarchical-cache`) |
 # | LMCache, Mooncake | keys and values in host memory, on disks, on other machines: exercise 1 as a service |
 # | CacheBlend | documents computed alone, and some of their tokens computed again, to repair what they did not attend to |
 # | llama.cpp | `--cache-reuse`: chunks of the old prompt are moved by a shift of their keys, as in exercise 3 |

@@ -38,7 +38,7 @@ from minillm.viz.timeline.latency_waterfall import Latency, LatencyWaterfall
 name = os.environ.get("MINILLM_MODEL", "minicoder")  # or another checkpoint: docs/other_models.md says which were tried
 draft_name = os.environ.get("MINILLM_DRAFT", "minicoder-draft")
 torch.set_grad_enabled(False)
-torch.set_num_threads(1)  # one thread for PyTorch and for the compiled step
+torch.set_num_threads(1)  # one thread for PyTorch (on macOS its products may use more) and for the compiled step
 
 PROMPT_TOKENS, NEW_TOKENS = 200, 24
 options = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 48, "max_num_seqs": 2}
@@ -128,10 +128,10 @@ check("l15.attribute")
 # Stuck? `hint("l15.attribute", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # Now measure. The clock is the CPU time of this thread, so the time of other programs does not count; on an idle machine
-# it equals wall-clock time. (On Windows it is wall-clock time, because CPU time is too coarse there.) `race` runs the
-# engines to be compared in turn, three times after a warm-up, and returns for each the parts of the run with the median
-# total. (It raises an error if the parts do not sum to the whole.) Other programs still share caches and memory, so
-# compare times of the same race only.
+# it equals wall-clock time. (On Windows and macOS it is wall-clock time: on Windows CPU time is too coarse, and on macOS
+# PyTorch's products may run on several threads.) `race` runs the engines to be compared in turn, three times after a
+# warm-up, and returns for each the parts of the run with the median total. (It raises an error if the parts do not sum
+# to the whole.) Other programs still share caches and memory, so compare times of the same race only.
 
 # %% tags=["expected", "nbval-ignore-output"] alt="One bar, over the line at 100 ms: the prompt and the target's 23 decode steps are nearly all of it; tokenising, queue and detokenising cannot be seen."
 import time
@@ -792,7 +792,7 @@ rows = [
 final = min((row for row in rows if row.name != "W8A8, warm"), key=lambda row: row.total)
 by_name = {row.name: row for row in rows}
 print(
-    f"CPU time (on Windows: wall-clock time), cold: W8A8 {1000 * by_name['W8A8'].total:.0f} ms, the fastest ({final.name}) {1000 * final.total:.0f} ms"
+    f"CPU time (on Windows and macOS: wall-clock time), cold: W8A8 {1000 * by_name['W8A8'].total:.0f} ms, the fastest ({final.name}) {1000 * final.total:.0f} ms"
 )
 claim(
     "The compiled step is faster than plain PyTorch, and W8A8 is faster still.",
@@ -817,8 +817,8 @@ LatencyWaterfall("24 tokens after 200, one core: every step", rows)
 
 # %% [markdown]
 # The last line answers the question of this lesson, because its definition asks for wall-clock time. The bars show CPU
-# time (on Windows: wall-clock time), in which waiting for other programs does not count. Ways whose bars differ by a few
-# milliseconds may change places in the next run.
+# time (on Windows and macOS: wall-clock time), in which waiting for other programs does not count. Ways whose bars differ
+# by a few milliseconds may change places in the next run.
 #
 # **How far away is the floor?** Your `step_seconds`, with no calls at all, gives the least time of a completion: the
 # operations of the prompt at the highest rate that this lesson reached with the same arithmetic, and the bytes of 23 tokens

@@ -24,8 +24,10 @@
 # vLLM: it starts a second process, and both exchange their numbers through `torch.distributed`.
 #
 # You need lesson 1 (attention and the layer), lesson 3 (bytes and the roofline) and lesson 6 (the prefix cache).
-# Everything runs on a laptop's CPU; a process stands for a machine. The text says two processes; for a model that two
-# cannot share, the first cell prints how many there are.
+# Everything runs on a CPU, under Linux, WSL, macOS or on Colab; a process stands for a machine. (The processes exchange
+# their numbers through gloo, a library in PyTorch that some of its versions for Windows cannot use. There
+# `tensor_parallel_size=2` raises `UnsupportedError`, and Run All stops: run this lesson in WSL or on Colab.) The text says
+# two processes; for a model that two cannot share, the first cell prints how many there are.
 
 # %%
 import os
@@ -306,10 +308,10 @@ def all_reduce_seconds(num_bytes: float, size: int, bandwidth: float, latency: f
 check("l16.all_reduce_seconds")
 
 # %% [markdown]
-# Two processes of this machine are connected by TCP, through the operating system. (gloo, the library with which PyTorch
-# does this on CPUs, sends the tensors.) Measure an all-reduce, the fastest of 200 runs for each size: the smallest tensor
-# gives the latency, the difference between the two largest the bandwidth. Your formula draws the line that starts at the
-# smallest tensor's time and rises with this bandwidth. Other points may lie above or below it.
+# Two processes of this machine are connected by TCP, through the operating system (gloo sends the tensors). Measure an
+# all-reduce, the fastest of 200 runs for each size: the smallest tensor gives the latency, the difference between the two
+# largest the bandwidth. Your formula draws the line that starts at the smallest tensor's time and rises with this
+# bandwidth. Other points may lie above or below it.
 
 # %% tags=["expected", "nbval-ignore-output"] alt="Time of an all-reduce over its size, both axes logarithmic. Measured points vary little for small sizes and rise for the largest; the dashed line of the formula starts at the first point; others may lie above or below it."
 my_seconds = use("l16.all_reduce_seconds")
@@ -406,19 +408,23 @@ claim(
 # ### A split model on GPUs, modelled
 #
 # Eight GPUs, Llama-3.1-8B in bfloat16, decoding. They can be 8 replicas, 4 groups of 2, 2 groups of 4, or one group of
-# 8. A step reads the weights of its rank and computes, whichever takes longer, and then comes the exchange. (Reading
-# the cache is left out. It takes equally long for every way of splitting, as long as no KV head is copied. But with
-# thousands of requests it can take longer than the rest. Such a step waits for memory, so a split still gains by reading
-# fewer weights, and replicas win later and by less than here. The latencies are assumptions.)
+# 8. A step reads the weights of its rank and computes, whichever takes longer, and then comes the exchange that you have
+# counted: two sums per layer, one for the embedding, and the gather of the logits. (In the gather every rank sends its
+# logits to all others at once. Reading the cache is left out. It takes equally long for every way of splitting, as long
+# as no KV head is copied. But with thousands of requests it can take longer than the rest. Such a step waits for memory,
+# so a split still gains by reading fewer weights, and replicas win later and by less than here. The latencies are
+# assumptions.)
 
 # %%
 quoted("An H100 has 80 GB of memory, reads 3.35 TB/s and computes 989 TFLOP/s in bfloat16", "NVIDIA H100 data sheet")
 quoted("NVLink 4: 900 GB/s in both directions together, so 450 GB/s in each", "NVIDIA H100 data sheet")
 quoted("InfiniBand NDR: 400 Gbit/s per port", "InfiniBand Trade Association")
-quoted("Llama-3.1-8B: 32 layers, hidden size 4096", "its config.json")
+quoted("Llama-3.1-8B: 32 layers, hidden size 4096, a vocabulary of 128,256 tokens", "its config.json")
 nvlink = Link("NVLink", 450e9, 5e-6)
 network = Link("network", 50e9, 20e-6)
-clusters = {link.name: Cluster(8, H100, link, LLAMA_8B, 32, 2 * 4096, my_seconds) for link in (nvlink, network)}
+clusters = {
+    link.name: Cluster(8, H100, link, LLAMA_8B, 32, 2 * 4096, 2 * 128_256, my_seconds) for link in (nvlink, network)
+}
 small, large = 8192.0, 8192.0 * 4096  # a decode step, the prefill of a prompt
 for name, num_bytes in (("1 token", small), ("4,096 tokens", large)):
     ring, one_shot = (1e6 * f(num_bytes, 8, 450e9, 5e-6) for f in (my_seconds, one_shot_seconds))
@@ -623,7 +629,8 @@ claim(
 #
 # This script uses only options that vLLM has, so it runs on both, and only the name of the module differs. (`model`,
 # `prompts` and `watch` are set before: `watch` is `LLM.trace` here, and for vLLM it is `of_vllm`, after
-# `from minillm.trace import of_vllm`.) If vLLM is installed here and can be watched, it runs now. Otherwise you see a
+# `from minillm.trace import of_vllm`. That needs vLLM's engine in the same process: set the environment variable
+# `VLLM_ENABLE_V1_MULTIPROCESSING=0` first.) If vLLM is installed here and can be watched, it runs now. Otherwise you see a
 # **recorded run** of vLLM 0.32 on a CPU: other prompts and lengths, several completions per prompt, and a version of the
 # bundled model that may be older than yours. `of_vllm` turned what vLLM's scheduler did into this project's events, so
 # the pictures of lessons 0, 6 and 7 draw it.
@@ -684,7 +691,7 @@ claim(
 # | claim | what holds | tested where |
 # |---|---|---|
 # | a layer needs two all-reduces | columns, then rows: one for attention, one for the MLP; one more per step for a split embedding | exercise 2, the engine's counter |
-# | n GPUs decode n times as fast | never quite: the sums are added to the reading. It is close while reading weights takes much longer than the sums | the modelled cluster |
+# | n GPUs decode n times as fast | never quite: the exchange is added to the reading. It is close while reading weights takes much longer | the modelled cluster |
 # | a split is slower than replicas | with many requests; with few it is faster, because weights are read once for all | the modelled cluster |
 # | prefix routing saves prefill | if the documents of all replicas do not fit into one; with one hot document it only makes queues uneven | exercise 5 |
 #

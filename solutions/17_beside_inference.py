@@ -425,7 +425,7 @@ claim(
 errors = {name: [relative_error(weight, fit) for fit in fits] for name, fits in (("SVD", svds), ("BLAST", blasts))}
 print(f"layer {LAYER}, {rows} × {columns}, {BLOCKS} × {BLOCKS} blocks")
 for i, share in enumerate(SHARES):
-    print(f"  {share:6.1%} of the numbers: SVD loses {errors['SVD'][i]:.1%}, BLAST {errors['BLAST'][i]:.1%}")
+    print(f"  {share:6.2%} of the numbers: SVD loses {errors['SVD'][i]:.1%}, BLAST {errors['BLAST'][i]:.1%}")
 reveal("l17.low_rank", round(100 * errors["SVD"][-1]))
 claim("With a quarter of the numbers BLAST is a little better.", errors["BLAST"][-1] < errors["SVD"][-1], of_model=True)
 claim("By less than a tenth of the error.", errors["BLAST"][-1] > 0.9 * errors["SVD"][-1], of_model=True)
@@ -828,7 +828,7 @@ quoted("SparseTransX: less training time and memory for embeddings of knowledge 
 # | Liger Kernel, Cut Cross-Entropy | a language model's loss without its logits: exercise 1, fused into a kernel; transformers' `use_liger_kernel` switches it on |
 # | PyTorch `checkpoint`, DeepSpeed, Megatron-LM | recomputation, by layers; context parallelism for long texts |
 # | BitNet, in bitnet.cpp | weights of 1.58 bits, in models that are trained with them |
-# | vLLM, SGLang, llama.cpp | 4 and 8 bits with scales per group; no low rank in place of weights. Low rank is *added* to weights: LoRA |
+# | vLLM, SGLang, llama.cpp | 4 and 8 bits with scales per group; llama.cpp also others from 1.6 to 6.6 bits, the fewest only with an importance matrix from calibration text; no low rank in place of weights. Low rank is *added* to weights: LoRA |
 # | minillm | `minillm.beside`, measured by `minillm bench beside` |
 #
 # **Papers.** Cheng et al. 2024, *Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss*.

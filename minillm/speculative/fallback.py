@@ -1,5 +1,5 @@
-"""Two drafters in turn: a cheap one first, and another where it finds nothing (as Snowflake's Arctic Inference does
-with suffix decoding and a draft model).
+"""Two drafters in turn: a cheap one first, and another where it finds too little. (Snowflake's Arctic Inference pairs
+suffix decoding with a draft model, too, and chooses by how many drafts it expects to be accepted.)
 
     speculative_config = {"method": "suffix", "fallback": {"method": "draft_model", "model": "minicoder-draft"}}
 

@@ -178,11 +178,12 @@ def test_hot_requests_are_about_the_first_document(engines: list[LLM]) -> None:
 
 def test_a_step_of_a_cluster_reads_or_computes_and_then_exchanges() -> None:
     shape, gpu = Shape(1e3, 2e3, 5.0, 1.0), Machine(4e3, 1e3, 4e3)
-    cluster = Cluster(4, gpu, Link("wire", 100.0, 0.25), shape, 3, 10.0, all_reduce_seconds)
+    cluster = Cluster(4, gpu, Link("wire", 100.0, 0.25), shape, 3, 10.0, 40.0, all_reduce_seconds)
     assert cluster.step_seconds(4, 1) == 2.0  # reads 2000 bytes; computing takes 0.5 s
     assert cluster.step_seconds(16, 1) == 2.0 and cluster.step_seconds(32, 1) == 4.0
-    exchange = 6 * min(all_reduce_seconds(40.0, 4, 100.0, 0.25), one_shot_seconds(40.0, 4, 100.0, 0.25))
-    assert cluster.step_seconds(4, 4) == 0.5 + exchange
+    all_reduce = min(all_reduce_seconds(40.0, 4, 100.0, 0.25), one_shot_seconds(40.0, 4, 100.0, 0.25))
+    all_gather = 0.25 + 3 * 40.0 / 100.0  # a quarter of the bytes of four tokens, to three other ranks
+    assert cluster.step_seconds(4, 4) == 0.5 + 7 * all_reduce + all_gather
     assert cluster.tokens_per_second(4, 1) == 2.0
     assert one_shot_seconds(9.0, 1, 1.0, 1.0) == 0.0
     assert cluster.cache_tokens(1) == (4 * 4000 - 4 * 2000) / 5 and cluster.cache_tokens(4) == (16000 - 2000) / 5

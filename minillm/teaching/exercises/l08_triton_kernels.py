@@ -135,8 +135,8 @@ _COPY = Exercise(
         "Which row does this program handle, and which columns of it? Then: at which address do they begin, in x and "
         "in out?",
         "row = tl.program_id(0); column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK). A row begins at "
-        "row * stride, and each of the two tensors has its own stride. Pass mask=column < columns, so that lanes past "
-        "the end are off.",
+        "row * stride, and each of the two tensors has its own stride. Pass mask=column < columns to tl.load and to "
+        "tl.store, so that lanes past the end are off.",
         "The shape of it:\n"
         "row = tl.program_id(0)\n"
         "column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)\n"
@@ -221,7 +221,7 @@ _SOFTMAX = Exercise(
         "The sum and the maximum run over all lanes of the block, the masked ones too. Which value in a masked lane "
         "changes neither?",
         "Load with other=-float('inf'): it is never the maximum, and its exponential is 0. Subtract the maximum "
-        "before the exponential; the quotient stays the same and nothing overflows.",
+        "before the exponential (tl.exp); the quotient stays the same and nothing overflows.",
         "The shape of it:\n"
         "row, column = tl.program_id(0), tl.arange(0, BLOCK)\n"
         "inside = column < columns\n"
@@ -290,7 +290,7 @@ _RMS_NORM = Exercise(
         "Load the row and cast it to float32 before you square it. Which value in a masked lane does not change a sum "
         "of squares, and over how many elements is the mean?",
         "x = tl.load(…, mask=inside, other=0.0).to(tl.float32); the mean is tl.sum(x * x, 0) / columns, never / BLOCK; "
-        "add eps to the mean, under the square root. The weight is one row, the same for all programs.",
+        "add eps to the mean, under the square root (tl.sqrt). The weight is one row, the same for all programs.",
         "The shape of it:\n"
         "row, column = tl.program_id(0), tl.arange(0, BLOCK)\n"
         "inside = column < columns\n"

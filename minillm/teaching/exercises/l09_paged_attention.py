@@ -277,7 +277,7 @@ _DECODE = Exercise(
         "next block.",
         "Turn first // BLOCK_SIZE of the loop loads one block id from the request's row of the table, then BLOCK_SIZE "
         "rows of k and of v; row `place` lies in slot block · BLOCK_SIZE + place. Mask rows that do not exist twice: "
-        "in the loads, and with -inf as their score.",
+        "in the loads, and with -inf as their score (tl.where).",
         "The shape of it:\n"
         "for first in range(0, length, BLOCK_SIZE):\n"
         "    block = tl.load(table_ptr + …)\n"
@@ -423,8 +423,9 @@ _SPLIT = Exercise(
     ],
     hints=(
         "The loop over the blocks is given. Where does it begin and end for part `split`, and what is stored after it?",
-        "Give every part the same whole number of blocks: the number of blocks divided by SPLITS, rounded up. No "
-        "part goes beyond length. Store out / total, and also log Σ exp(score) = m + log(total).",
+        "Give every part the same whole number of blocks: the number of blocks divided by SPLITS, rounded up (tl.cdiv, "
+        "not -(-a // b)). No part goes beyond length. Store out / total, and also log Σ exp(score) = m + log(total), "
+        "with tl.log.",
         "The shape of it. A part without keys has total 0 and m -inf, and must store 0 and -inf:\n"
         "keys_of_a_part = tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS) * BLOCK_SIZE\n"
         "begin = …\n"
@@ -454,6 +455,10 @@ _SPLIT = Exercise(
         _split_wrong(
             "counts full blocks only, so that a partly filled block belongs to no part",
             (_BLOCKS_OF_A_PART, "tl.cdiv(length // BLOCK_SIZE, SPLITS)"),
+        ),
+        _split_wrong(
+            "rounds down twice, as -(-a // b) does in a kernel, where // rounds towards zero; tl.cdiv(a, b) rounds up",
+            (_BLOCKS_OF_A_PART, "-(-(-(-length // BLOCK_SIZE)) // SPLITS)"),
         ),
         _split_wrong(
             "splits blocks: a part must begin at the beginning of a block",

@@ -23,7 +23,7 @@ class Link:
 
 
 def one_shot_seconds(num_bytes: float, size: int, bandwidth: float, latency: float) -> float:
-    """Every rank sends everything to all others in one step and adds up by itself: one latency, more bytes."""
+    """Every rank sends its bytes to all others in one step: one latency, and for a sum more bytes than a ring."""
     return latency + (size - 1) * num_bytes / bandwidth if size > 1 else 0.0
 
 
@@ -38,12 +38,18 @@ class Cluster:
     num_layers: int
     hidden_bytes: float
     """Bytes of one token in an all-reduce."""
+    logits_bytes: float
+    """Bytes of one token's logits, over the whole vocabulary."""
     ring: AllReduce
 
     def exchange_seconds(self, batch: float, size: int) -> float:
-        """All all-reduces of a step of `batch` tokens in one group, each by the faster of both algorithms."""
-        arguments = batch * self.hidden_bytes, size, self.link.bandwidth, self.link.latency
-        return 2 * self.num_layers * min(self.ring(*arguments), one_shot_seconds(*arguments))
+        """What a step of `batch` tokens exchanges in one group: two all-reduces per layer and one for the embedding,
+        each by the faster of both algorithms, and one all-gather, in which every rank sends its part of the logits."""
+        link = self.link.bandwidth, self.link.latency
+        hidden = batch * self.hidden_bytes
+        all_reduce = min(self.ring(hidden, size, *link), one_shot_seconds(hidden, size, *link))
+        all_gather = one_shot_seconds(batch * self.logits_bytes / size, size, *link)
+        return (2 * self.num_layers + 1) * all_reduce + all_gather
 
     def step_seconds(self, requests: float, size: int) -> float:
         """A decode step if so many requests are spread evenly over the groups of `size` ranks."""

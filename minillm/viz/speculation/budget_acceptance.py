@@ -149,7 +149,7 @@ class BudgetAcceptance(Picture):
             share, left = budget / self.context, self._x(budget) - width / 2
             frame = rectangle(left, STRIP, width, 13, 2, {"fill": PAPER, "stroke": MUTED})
             about = {"fill": INK, "data-testid": "read", "data-share": f"{share:.3f}"}
-            text = f"{share:.0%}" if share >= 0.01 else "<1%"
+            text = f"{number(100 * share)}%" if share >= 0.01 else "<1%"
             parts += [frame, rectangle(left, STRIP, width * share, 13, 2, about)]
             parts.append(label(left + width / 2, STRIP + 29, text, size=11, anchor="middle"))
         return parts
