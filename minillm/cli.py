@@ -5,6 +5,8 @@ This module imports nothing slow, so that `main` handles an interrupt almost fro
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MinillmError as problem:
         return _end(str(problem), ERROR)
     except OSError as problem:  # a full disk, a folder that may not be written to, …
-        if isinstance(problem, BrokenPipeError) and _reader_has_left():
+        if _is_of_a_pipe(problem) and _reader_has_left():
             return _end("", 0)
         where = f"{problem.filename}: " if problem.filename else ""
         return _end(f"{where}{problem.strerror or problem}", ERROR)
@@ -47,6 +49,12 @@ def _run(argv: Sequence[str] | None) -> int:
         raise
     sys.stdout.flush()  # a full disk is reported here; at interpreter exit it could not be
     return code
+
+
+def _is_of_a_pipe(problem: OSError) -> bool:
+    """Whether the error may be that nobody reads a pipe, which Windows may report as an invalid argument."""
+    is_invalid = os.name == "nt" and problem.errno == errno.EINVAL and problem.filename is None
+    return is_invalid or isinstance(problem, BrokenPipeError)
 
 
 def _reader_has_left() -> bool:

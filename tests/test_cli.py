@@ -22,6 +22,7 @@ from minillm.commands.parser import COMMANDS, parser
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.build import Stale
 from minillm.teaching.grading.one_submission import Rules
+from minillm.teaching.grading.student_process import MODES
 from minillm.teaching.guard import Limits
 from minillm.teaching.notebook import to_text
 from minillm.trace import Trace
@@ -572,6 +573,7 @@ def test_every_option_of_grade_is_a_rule(tmp_path):
     assert rules(*given, "--secret-file", str(secret)) == Rules(
         Limits(seconds=3.0, memory=1 << 29), 7.0, ("l10", "l02"), b"a secret of a whole course"
     )
+    assert grade.ISOLATION == MODES
 
 
 def test_a_lesson_is_graded_once_however_often_and_however_it_is_named():

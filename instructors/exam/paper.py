@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from instructors.exam.question import TOLERANCE, Question, Variant, plain, shown
 from minillm.errors import ConfigError
 
 LESSONS = (l01_to_l03, l04_to_l05, l06_to_l09, l10_to_l11, l12_to_l17)
+NO_FILE_NAME = re.compile(r'[<>:"/\\|?*]')
+"""Characters that a file's name cannot have on Windows, or anywhere."""
 QUESTIONS: tuple[Question, ...] = tuple(question for part in LESSONS for question in part.QUESTIONS)
 
 
@@ -75,11 +78,14 @@ def write_class(
     """Write `papers/STUDENT.md` and `keys/STUDENT.md` for each student and `answers.csv` for all into `folder`.
 
     Raises:
-        ConfigError: a student's name is no file name, or is there twice.
+        ConfigError: a student's name is no file name, or is there twice, in whatever case.
     """
-    for number, student in enumerate(students):
-        if student in students[:number] or not student or student != Path(student).name:
-            raise ConfigError(f"student {student!r}: names must be different and work as file names")
+    taken: set[str] = set()
+    for student in students:
+        folded = student.casefold()  # macOS and Windows take names that differ in case for one file
+        if folded in taken or not student or NO_FILE_NAME.search(student):
+            raise ConfigError(f"student {student!r}: names must be different and work as file names on every system")
+        taken.add(folded)
     for name in ("papers", "keys"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     written = []

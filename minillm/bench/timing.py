@@ -6,8 +6,8 @@ same round rather than seconds.
 
 from __future__ import annotations
 
-import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key", bound=Hashable)
 
-clock: Callable[[], float] = time.thread_time if os.name == "posix" else time.perf_counter
+clock: Callable[[], float] = time.thread_time if sys.platform == "linux" else time.perf_counter
 """CPU time of this thread in seconds, which other load on the machine does not affect. Only for single-threaded work
-(`torch.set_num_threads(1)`). On Windows, which counts CPU time in steps of 16 ms, it is wall time."""
+(`torch.set_num_threads(1)`). It is wall time on Windows, which counts CPU time in steps of 16 ms, and on macOS, where
+products may run on threads of Apple's Accelerate, which PyTorch does not limit."""
 
 
 def clock_for_threads(num_threads: int) -> Callable[[], float]:

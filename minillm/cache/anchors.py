@@ -28,7 +28,7 @@ from torch import Tensor
 from minillm.batch import Batch
 from minillm.cache.base import SequenceKVCache
 from minillm.cache.compressed_prompt import dense_attention
-from minillm.cache.sequence_rows import check_at_least
+from minillm.cache.layout_options import check_at_least
 from minillm.errors import ConfigError, MinillmError, UnsupportedError
 from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig

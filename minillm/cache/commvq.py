@@ -21,8 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minillm.cache.layout_options import check_at_least
 from minillm.cache.paged_latent import PagedLatentKVCache
-from minillm.cache.sequence_rows import check_at_least
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.calibration import CalibrationTexts, keys_and_values, longest_row
 from minillm.models.config import ModelConfig

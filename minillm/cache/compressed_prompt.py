@@ -25,7 +25,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +32,9 @@ from torch.nn import functional as F
 
 from minillm.batch import Batch
 from minillm.cache.base import SequenceKVCache
-from minillm.cache.sequence_rows import check_at_least, packed_attention
-from minillm.errors import ConfigError, MinillmError, UnsupportedError
+from minillm.cache.layout_options import check_at_least
+from minillm.cache.sequence_rows import packed_attention
+from minillm.errors import MinillmError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.ops.paged_attention import additive_mask, pack_queries, unpack_outputs
 
@@ -232,12 +232,6 @@ def _check(config: ModelConfig, window: int, layout: str) -> None:
                 f"{layout} compresses a prompt for queries that may see all of it, but layer {layer} of this model has "
                 f"a sliding window of {own} tokens; use layout 'window'"
             )
-
-
-def check_share(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless the layout option `name` is a number above 0 and at most 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ConfigError(f"kv_cache_config: {name}={value!r} must be a number above 0 and at most 1")
 
 
 def _hidden(chunk: _Chunk, rows: LayerRows) -> Tensor | None:

@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 from minillm.batch import Batch
 from minillm.cache.base import SequenceKVCache
+from minillm.cache.layout_options import check_at_least
 from minillm.cache.sequence_rows import (
     QueryGroup,
-    check_at_least,
     group_by_query_len,
     is_padded_together,
     layer_views,

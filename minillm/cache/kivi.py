@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from minillm.batch import Batch
 from minillm.cache.base import SequenceKVCache
-from minillm.cache.sequence_rows import check_at_least
+from minillm.cache.layout_options import check_at_least
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quantize_affine, unpack_int4

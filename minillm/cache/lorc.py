@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minillm.cache.compressed_prompt import check_share
+from minillm.cache.layout_options import check_share
 from minillm.cache.paged_latent import PagedLatentKVCache
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.calibration import CalibrationTexts

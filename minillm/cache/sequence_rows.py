@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +19,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from minillm.batch import Batch
-from minillm.config import at_least
-from minillm.errors import ConfigError
 from minillm.ops.paged_attention import pack_queries, unpack_outputs
 
 PADDED_DEVICES = ("cuda",)
 """Device types on which one padded attention call is faster than one call per request."""
-MOST = 2**31 - 1
-"""The largest value of most options of a layout. It is far above any context; an integer beyond int64 could not be
-compared with positions."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +131,3 @@ def packed_attention(
         extra = F.pad(extra, (0, keys.shape[2] - extra.shape[3]))
         mask = extra if mask is None else extra + mask
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
-
-def check_at_least(name: str, value: Any, limit: int, most: int = MOST) -> None:
-    """Raise `ConfigError` unless the layout option `name` is an integer of at least `limit`, and at most `most`."""
-    at_least(f"kv_cache_config: {name}", value, limit)
-    if value > most:
-        raise ConfigError(f"kv_cache_config: {name}={value} must be at most {most}")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Batch
-from minillm.cache.sequence_rows import check_at_least
+from minillm.cache.layout_options import check_at_least
 from minillm.cache.window import WindowKVCache
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.cache.compressed_prompt import CompressedPromptKVCache, Parts
-from minillm.cache.sequence_rows import check_at_least
+from minillm.cache.layout_options import check_at_least
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 

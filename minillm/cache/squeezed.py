@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.cache.compressed_prompt import CompressedPromptKVCache, LayerRows, Parts, check_share
-from minillm.cache.sequence_rows import MOST, packed_attention
+from minillm.cache.compressed_prompt import CompressedPromptKVCache, LayerRows, Parts
+from minillm.cache.layout_options import MOST, check_share
+from minillm.cache.sequence_rows import packed_attention
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 from minillm.ops.paged_attention import additive_mask, pack_queries, unpack_outputs

@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.cache.compressed_prompt import CompressedPromptKVCache, Parts, check_share
+from minillm.cache.compressed_prompt import CompressedPromptKVCache, Parts
+from minillm.cache.layout_options import check_share
 from minillm.models.config import ModelConfig
 
 

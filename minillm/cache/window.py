@@ -24,9 +24,9 @@ from torch import Tensor
 
 from minillm.batch import Batch
 from minillm.cache.base import SequenceKVCache
+from minillm.cache.layout_options import check_at_least
 from minillm.cache.sequence_rows import (
     QueryGroup,
-    check_at_least,
     group_by_query_len,
     layer_views,
     packed_attention,

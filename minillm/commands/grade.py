@@ -23,6 +23,8 @@ EXAMPLES = """\
 GIB = 1 << 30
 MOST = 1e6
 """Of seconds, GiB and processes."""
+ISOLATION = ("namespaces", "landlock", "limits")
+"""The modes of `minillm.teaching.grading.student_process`, repeated here so that `--help` imports nothing slow."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +51,8 @@ def add_what_to_grade(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=float, default=2.0, metavar="GIB", help="memory per process (default: 2)")
     alike_help = "list pairs of students whose functions are at least this alike, from 0 to 1 (default: 0.95)"
     parser.add_argument("--alike", type=float, default=0.95, metavar="SHARE", help=alike_help)
-    modes = ("namespaces", "landlock", "limits")
     isolation_help = "how submissions are isolated (default: the strongest of these that works here)"
-    parser.add_argument("--isolation", choices=modes, default="", help=isolation_help)
+    parser.add_argument("--isolation", choices=ISOLATION, default="", help=isolation_help)
 
 
 def run(args: argparse.Namespace, graders: Graders | None = None) -> int:
@@ -61,6 +62,10 @@ def run(args: argparse.Namespace, graders: Graders | None = None) -> int:
     """
     from tqdm import tqdm
 
+    if graders is None:
+        from minillm.teaching.grading.student_process import check_system
+
+        check_system()
     from minillm.teaching.grading import batch, reports
 
     rules = rules_of(args)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
+from minillm import whole_file
 from minillm.errors import ConfigError
 
 
@@ -31,8 +31,7 @@ def check_new_file(option: str, file: Path) -> None:
 def check_writable(option: str, folder: Path) -> None:
     """Raise `ConfigError` if no file can be created in the folder."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        whole_file.check_writable(folder)
     except OSError as problem:
         reason = problem.strerror or problem
         raise ConfigError(f"{option}: nothing can be written to {folder} ({reason}); name another place") from None

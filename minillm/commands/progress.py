@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from minillm.commands.command import Command
 from minillm.commands.lab import COPIES, user_path
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, UnsupportedError
 
 EXAMPLES = """\
   minillm progress                  the lessons that `minillm lab` opens here
@@ -24,6 +25,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check every exercise of every notebook, and print a line per lesson."""
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(
+            "minillm progress runs your functions in a sandbox, which needs Linux (on a Mac a container, on Windows "
+            "WSL); the checks in the notebooks say the same"
+        )
     from rich.table import Table
     from tqdm import tqdm
 

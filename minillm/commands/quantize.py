@@ -10,6 +10,8 @@ from minillm.commands.command import Command
 from minillm.commands.output_checks import check_writable
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from minillm.export.write_quantized import Conversion
 
 EXAMPLES = """\
@@ -41,6 +43,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantise the checkpoint, write it and print the sizes."""
+    from minillm.commands.tables import print_table
     from minillm.export.write_quantized import quantize_checkpoint
     from minillm.models.quantized_checkpoint import check_new_folder
     from minillm.quantization.schemes import make_scheme
@@ -50,14 +53,13 @@ def run(args: argparse.Namespace) -> int:
     given = {"bits": args.bits, "group_size": args.group_size}
     scheme = make_scheme(args.scheme, **{name: value for name, value in given.items() if value is not None})
     conversion = quantize_checkpoint(args.model, scheme, args.out, progress=True)
-    print_table(args.model, args.scheme, conversion)
+    print_table(sizes_table(args.model, args.scheme, conversion))
     print(f"Load it with LLM({str(args.out)!r}).")
     return 0
 
 
-def print_table(model: str, scheme: str, conversion: Conversion) -> None:
-    """Print bytes before and after, by kind of tensor."""
-    from rich.console import Console
+def sizes_table(model: str, scheme: str, conversion: Conversion) -> Table:
+    """Bytes before and after, by kind of tensor."""
     from rich.table import Table
 
     after = sum(conversion.linears_after.values())
@@ -70,7 +72,7 @@ def print_table(model: str, scheme: str, conversion: Conversion) -> None:
     table.add_row("embedding, norms, biases", *_change(conversion.others, conversion.others))
     table.add_section()
     table.add_row("all", *_change(conversion.linears_before + conversion.others, after + conversion.others))
-    Console().print(table)
+    return table
 
 
 def _change(before: int, after: int) -> tuple[str, str, str]:

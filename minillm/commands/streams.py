@@ -49,7 +49,7 @@ def reader_has_left(stream: TextIO) -> bool:
         return True
     watched = select.poll()
     try:
-        watched.register(stream, 0)  # errors are reported without being asked for
+        watched.register(stream, select.POLLOUT)  # macOS reports nothing of a file that is asked for nothing
     except (OSError, ValueError):
         return False  # a stream of Python's own
-    return bool(watched.poll(0))
+    return any(found & (select.POLLERR | select.POLLHUP) for _, found in watched.poll(0))

@@ -151,17 +151,18 @@ def numba() -> Row:
     reason = _tried(NUMBA).problem
     if reason:
         meaning = "Lesson 15 does not run; in the others PyTorch replaces the step, two to eight times slower."
-        if sys.platform == "win32" and platform.machine().lower() == "arm64":
-            return Row("compiled step", "limited", "there is no numba for Windows on ARM64", meaning)
         return Row("compiled step", "missing", f"numba is {reason}", meaning, _install("numba", reason))
     found = f"numba {metadata.version('numba')}"
     chip = _chip()
     if chip["unsupported_reason"]:
         meaning = f"PyTorch replaces it: {chip['unsupported_reason']}."
         return Row("compiled step", "limited", f"{found}, not for this processor", meaning)
-    if _tried(OPENMP).problem:
+    # The engine's process imports PyTorch first, and numba may use its OpenMP library. That import takes seconds, so
+    # it is made only where numba finds no library alone.
+    if _tried(OPENMP).problem and ask("torch", OPENMP)[OPENMP].problem:
         meaning = "It works, but without the OpenMP layer threads start more slowly in each step."
-        fix = "install libgomp (Linux) or libomp (macOS)"
+        # On macOS there is none to install: with a second one beside PyTorch's, OpenMP ends the process.
+        fix = "install libgomp" if sys.platform == "linux" else ""
         return Row("compiled step", "limited", f"{found}, no OpenMP layer", meaning, fix)
     if not chip["byte_products"]:
         meaning = "All weight types run; int8, int4 and w8a8 would be faster with byte dot-product instructions."

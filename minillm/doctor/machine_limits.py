@@ -6,8 +6,8 @@ the fastest kernel that the engine can use. With only one kernel tried, other wo
 
 from __future__ import annotations
 
-import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -158,9 +158,10 @@ def _time(run: Callable[[], object], device: str, repeats: int) -> list[float]:
 def _clock(device: str) -> Callable[[], float]:
     """Wall-clock time; with a single CPU thread its CPU time, which other load on the machine does not affect.
 
-    Windows counts CPU time in steps of 16 milliseconds, which is too coarse.
+    Windows counts CPU time in steps of 16 milliseconds, which is too coarse. On macOS products may run on threads of
+    Apple's Accelerate, which PyTorch does not limit.
     """
-    one_thread = device == "cpu" and torch.get_num_threads() == 1 and os.name == "posix"
+    one_thread = device == "cpu" and torch.get_num_threads() == 1 and sys.platform == "linux"
     return time.thread_time if one_thread else time.perf_counter
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,8 +96,8 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
         target = plans.new_runner(target_model) if ranks is None else plans.add(ranks.new_runner(target_model))
         drafter = None
         if speculative is not None:
-            context = DraftContext(
-                options=speculative.options,
+            context = partial(
+                DraftContext,
                 target=target,
                 target_name=args.model,
                 tokenizer=tokenizer,
@@ -165,10 +165,10 @@ def _policy_of(
     return FallbackDrafts(drafter, adaptive, _policy_of(fallback, target, drafter.second, num_blocks, max_model_len))
 
 
-def _build_drafter(speculative: SpeculativeConfig, context: DraftContext) -> Drafter:
-    """The drafter of the method, and behind it that of its fallback. Raises `ConfigError` if it cannot propose as many
-    drafts per round as it shall."""
-    drafter = speculative.drafter_cls.build(replace(context, options=speculative.options))
+def _build_drafter(speculative: SpeculativeConfig, context: Callable[..., DraftContext]) -> Drafter:
+    """The drafter of the method, and behind it that of its fallback. `context`: makes the context of each, from its
+    `options`. Raises `ConfigError` if it cannot propose as many drafts per round as it shall."""
+    drafter = speculative.drafter_cls.build(context(options=speculative.options))
     check_num_drafts(speculative, drafter.max_drafts)
     if (fallback := speculative.fallback) is None:
         return drafter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,9 @@ def choose_device(name: str) -> torch.device:
     Raises `ConfigError` for a device that is named and cannot be used.
     """
     if name != "auto":
+        with suppress(RuntimeError, TypeError):  # for no device's name; its reason is below
+            if torch.device(name).type not in ("cpu", "cuda"):
+                raise ConfigError(f"device={name!r} is not supported; use 'cpu' or 'cuda'")
         if (reason := hardware.unusable_reason(name)) is not None:
             raise ConfigError(f"device={name!r} cannot be used here ({reason}); use 'cpu'")
         return torch.device(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -122,9 +123,8 @@ def memory_for(num_blocks: int, needed: int, device: torch.device) -> Iterator[N
         free, _ = hardware.gpu_memory(device)
         no_memory = ConfigError(f"{need}, and {device} has {free / 2**20:,.0f} MiB free; {fix}")
     else:
-        no_memory = ConfigError(
-            f"{need}, which the system does not give this process; {fix}, or raise the limit (ulimit -v)"
-        )
+        or_raise = ", or raise the limit (ulimit -v)" if os.name == "posix" else ""
+        no_memory = ConfigError(f"{need}, which the system does not give this process; {fix}{or_raise}")
     if needed >= 2**63:  # more than PyTorch can count
         raise no_memory
     try:
@@ -132,7 +132,7 @@ def memory_for(num_blocks: int, needed: int, device: torch.device) -> Iterator[N
     except MemoryError:
         raise no_memory from None
     except (RuntimeError, EngineDeadError) as problem:  # the second has the words of the rank's own error
-        if re.search("allocate memory|out of memory|MemoryError", str(problem)):
+        if re.search("DefaultCPUAllocator|allocate memory|out of memory|MemoryError", str(problem)):
             raise no_memory from None
         raise
 

@@ -15,6 +15,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,6 +52,17 @@ def local_store(size: int, port: int | None = None) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port or 0, size, is_master=port is None, wait_for_workers=False, use_libuv=False)
 
 
+@cache
+def gloo_problem() -> str | None:
+    """Why this build of PyTorch cannot use gloo, in one line; None if it can. `torch.distributed` counts gloo as
+    available in builds for Windows that have no transport for it."""
+    try:
+        dist.ProcessGroupGloo.create_default_device()
+    except (AttributeError, RuntimeError) as problem:  # the first: a build without gloo
+        return str(problem).splitlines()[0]
+    return None
+
+
 class Group:
     """The ranks of one engine, seen from one of them."""
 
@@ -63,7 +75,7 @@ class Group:
     def connect(self, store: dist.Store) -> None:
         """Connect to the other ranks; returns when all have called it. `store` is how they find each other.
 
-        Raises `EngineDeadError` if another rank does not connect within `TIMEOUT`.
+        Raises `EngineDeadError` if that fails, as it does if another rank does not connect within `TIMEOUT`.
         """
         try:
             if self.device.type == "cuda":
@@ -74,7 +86,7 @@ class Group:
             else:
                 self._processes = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
         except RuntimeError as problem:
-            raise self._lost(problem) from None
+            raise self._dead("cannot connect to the other ranks", problem) from None
         atexit.register(_disconnect, weakref.ref(self))
 
     def disconnect(self) -> None:
@@ -114,13 +126,12 @@ class Group:
         try:
             work.wait()
         except RuntimeError as problem:
-            raise self._lost(problem) from None
+            raise self._dead("has lost another rank", problem) from None
 
-    def _lost(self, problem: RuntimeError) -> EngineDeadError:
+    def _dead(self, what: str, problem: RuntimeError) -> EngineDeadError:
         [reason, *_] = str(problem).splitlines()
         return EngineDeadError(
-            f"rank {self.rank} of {self.size} has lost another rank ({reason}); look for that rank's own error, "
-            "and start again"
+            f"rank {self.rank} of {self.size} {what} ({reason}); look for another rank's own error, and start again"
         )
 
     def _count(self, x: Tensor, began: float) -> None:

@@ -24,7 +24,7 @@ from minillm.config import CacheConfig, EngineArgs
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.loading import load_config
 from minillm.parallel.decoder import ParallelDecoder
-from minillm.parallel.group import Group, local_store
+from minillm.parallel.group import Group, gloo_problem, local_store
 from minillm.parallel.loading import load_part
 from minillm.parallel.messages import Allocate, Connect, Setup
 from minillm.parallel.runner import LeadingRunner
@@ -56,7 +56,7 @@ class Ranks(Protocol):
 
 def check_options(args: EngineArgs, cache: CacheConfig, layout: type[KVCache], device: torch.device) -> None:
     """Raise `UnsupportedError` for an option that has no tensor-parallel form, or a PyTorch without
-    `torch.distributed`; `ConfigError` for too few GPUs."""
+    `torch.distributed` or, on a CPU, without gloo; `ConfigError` for too few GPUs."""
     size = args.tensor_parallel_size
     if not dist.is_available():
         raise UnsupportedError(
@@ -79,6 +79,11 @@ def check_options(args: EngineArgs, cache: CacheConfig, layout: type[KVCache], d
         raise ConfigError(
             f"tensor_parallel_size={size} needs as many GPUs, and this machine has {torch.cuda.device_count()}; lower "
             "it or use device='cpu'"
+        )
+    if device.type == "cpu" and (problem := gloo_problem()):
+        raise UnsupportedError(
+            f"tensor_parallel_size={size} needs gloo, which this build of PyTorch cannot use ({problem}); install "
+            "another version of PyTorch, or on Windows use WSL"
         )
 
 

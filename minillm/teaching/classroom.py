@@ -70,9 +70,9 @@ UNPUBLISHED = """\
 README = """\
 # Lessons
 
-    python -m venv .venv
+    python3 -m venv .venv                              # Windows: py -m venv .venv
     .venv/bin/pip install -r requirements.txt          # Windows: .venv\\Scripts\\pip
-    .venv/bin/jupyter lab lessons
+    .venv/bin/jupyter lab lessons                      # Windows: .venv\\Scripts\\jupyter
 
 {table}
 

@@ -29,6 +29,24 @@ def test_it_counts_what_passes_and_names_the_next_exercise(tmp_path, capsys, mon
     assert not any("00_tour" in line for line in told)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["progress", "."], "minillm progress runs your functions in a sandbox, which needs Linux (on a Mac"),
+        (["grade", "submissions", "--out", "report"], "submissions are graded on Linux only"),
+    ],
+)
+def test_another_system_is_refused_before_anything_is_written(words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "submissions" / "kim").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "submissions" / "kim"):
+        shutil.copy(ROOT / "lessons" / "02_kv_cache.ipynb", folder)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"minillm: {said}")
+    assert not (tmp_path / "report").exists()
+
+
 def test_the_lessons_are_those_that_lab_opens(tmp_path, monkeypatch):
     copies = tmp_path / lab.COPIES
     copies.mkdir()

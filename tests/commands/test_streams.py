@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 from unittest.mock import patch
 
@@ -213,9 +216,30 @@ def test_a_reader_may_leave_at_any_byte() -> None:
         assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
+class PollOfMacOS:
+    """It reports nothing of a file that is asked for nothing, and `POLLHUP` where Linux reports `POLLERR`."""
+
+    def __init__(self, of_linux: select.poll) -> None:
+        self.of_linux, self.events = of_linux, 0
+
+    def register(self, stream: TextIO, events: int) -> None:
+        self.events = events
+        self.of_linux.register(stream, events)
+
+    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+        found = self.of_linux.poll(milliseconds) if self.events else []
+        return [(file, select.POLLHUP if events & select.POLLERR else events) for file, events in found]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="pipes of Windows cannot be asked")
+@pytest.mark.parametrize("system", ["this", "macOS"])
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_a_reader_that_has_left_is_noticed_after_the_failed_write_too(size: int) -> None:
+def test_a_reader_that_has_left_is_noticed_after_the_failed_write_too(
+    size: int, system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if system == "macOS":
+        poll = select.poll
+        monkeypatch.setattr(select, "poll", lambda: PollOfMacOS(poll()))
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream:
         assert not reader_has_left(stream)
@@ -225,6 +249,20 @@ def test_a_reader_that_has_left_is_noticed_after_the_failed_write_too(size: int)
         assert reader_has_left(stream)
         close_quietly(stream)
     assert not reader_has_left(io.StringIO())
+
+
+def test_on_windows_a_reader_that_has_left_may_be_an_invalid_argument(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(cli, "_reader_has_left", lambda: True)
+    monkeypatch.setattr(cli, "os", SimpleNamespace(name="nt"))
+    assert (cli.main([]), capsys.readouterr().err) == (0, "")
+    monkeypatch.setattr(cli, "os", SimpleNamespace(name="posix"))
+    assert (cli.main([]), capsys.readouterr().err) == (2, "minillm: Invalid argument\n")
 
 
 @pytest.mark.parametrize("where", ["minillm.commands.parser.parser", "minillm.commands.streams.check_streams"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -107,10 +109,14 @@ def test_median_of_few_runs_is_refused():
 
 
 def test_one_thread_is_timed_by_its_cpu_time_and_everything_else_by_the_clock_on_the_wall(monkeypatch):
-    monkeypatch.setattr(machine_limits.os, "name", "posix")
+    monkeypatch.setattr(sys, "platform", "linux")
     for device, threads, clock in (("cpu", 1, "thread_time"), ("cpu", 2, "perf_counter"), ("cuda", 1, "perf_counter")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert machine_limits._clock(device) is getattr(machine_limits.time, clock)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for system in ("darwin", "win32"):
+        monkeypatch.setattr(sys, "platform", system)
+        assert machine_limits._clock("cpu") is machine_limits.time.perf_counter
 
 
 def test_copied_buffer_can_be_made_smaller(monkeypatch):

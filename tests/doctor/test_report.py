@@ -202,6 +202,32 @@ def test_missing_numba_says_which_lesson_does_not_run(instead):
     assert row.meaning.startswith("Lesson 15 does not run;")
 
 
+def openmp_layer(monkeypatch: pytest.MonkeyPatch, beside_torch: str) -> None:
+    """Pretend that numba's OpenMP layer finds no library alone, and has this problem beside PyTorch."""
+
+    def ask(*questions: str) -> dict[str, Answer]:
+        others = Answer("", {"unsupported_reason": None, "byte_products": "sdot"})
+        layer = Answer(beside_torch if "torch" in questions else "broken: Library not loaded: @rpath/libomp.dylib")
+        return dict.fromkeys(questions, others) | {checks.OPENMP: layer}
+
+    monkeypatch.setattr(checks, "ask", ask)
+
+
+@pytest.mark.parametrize(("system", "fix"), [("linux", "install libgomp"), ("darwin", "")])
+def test_a_missing_openmp_library_has_a_fix_only_where_it_can_be_installed(monkeypatch, system, fix):
+    """On a Mac a second library would end the process that has PyTorch's."""
+    openmp_layer(monkeypatch, beside_torch="broken: Library not loaded: @rpath/libomp.dylib")
+    monkeypatch.setattr(sys, "platform", system)
+    row = checks.numba()
+    assert (row.status, row.fix, row.trouble) == ("limited", fix, bool(fix))
+    assert "no OpenMP layer" in row.found
+
+
+def test_the_openmp_library_of_pytorch_is_enough(monkeypatch):
+    openmp_layer(monkeypatch, beside_torch="")
+    assert checks.numba().status == "ok"
+
+
 def test_missing_pytorch_is_reported_not_raised(without):
     without("torch", ModuleNotFoundError("No module named 'torch'"))
     report = doctor()

@@ -248,7 +248,13 @@ def test_a_gpu_says_why_it_falls_back_unless_that_was_chosen(
 
 
 @pytest.mark.parametrize(
-    "problem", [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError()]
+    "problem",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried"),
+        MemoryError(),
+    ],
+    ids=["Linux, macOS", "Windows", "Python"],
 )
 def test_memory_that_the_system_does_not_give_is_told_with_its_size(
     tiny: TinyPair, problem: Exception, monkeypatch: pytest.MonkeyPatch
@@ -405,24 +411,24 @@ def test_a_gpu_that_is_named_and_cannot_be_used_is_refused(unusable_gpu: None) -
         placement.choose_device("cuda:0")
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mps", "device='mps' is not supported; use 'cpu' or 'cuda'"),
+        ("gpu", r"device='gpu' cannot be used here \(Expected one of cpu, cuda"),
+        (None, "device=None cannot be used here"),
+    ],
+)
+def test_another_device_than_a_cpu_or_a_cuda_gpu_is_refused(name: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        placement.choose_device(name)
+
+
 def test_a_gpu_that_can_be_used_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(placement.hardware, "unusable_reason", lambda name: None)
     assert placement.choose_device("auto") == torch.device("cuda")
     assert placement.choose_device("cuda:1") == torch.device("cuda:1")
-
-
-def test_a_device_without_float64_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling computes in it, and Apple's GPUs (`mps`) have none."""
-    really = torch.ones
-
-    def ones(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Tensor:
-        if dtype == torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return really(*shape)
-
-    monkeypatch.setattr(torch, "ones", ones)
-    assert hardware.unusable_reason("mps") == "Cannot convert a MPS Tensor to float64 dtype"
 
 
 @pytest.mark.parametrize("free, num_blocks", [(80 * 2**20, 10), (8 * 2**30, 4 * 256)])

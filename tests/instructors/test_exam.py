@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from instructors.exam.__main__ import main
-from instructors.exam.paper import QUESTIONS, choose, key, paper, variants
+from instructors.exam.paper import QUESTIONS, choose, key, paper, variants, write_class
 from instructors.exam.question import Answer, Question, shown, variant
 from minillm.errors import ConfigError
 from minillm.teaching.registry import exercises_of, module_names
@@ -131,6 +131,13 @@ def test_a_list_of_a_spreadsheet_is_read_or_refused(tmp_path, capsys) -> None:
     assert main([*arguments, str(tmp_path / "none")]) == 2
     assert "students.txt is not UTF-8 (invalid start byte); save it as UTF-8" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("students", [["kim", "Kim"], ["a:b"], ["a/b"], [""]], ids=str)
+def test_names_that_are_no_files_of_their_own_on_every_system_are_refused(students, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=f"student {students[-1]!r}: names must be different and work as file names"):
+        write_class(choose(["07.batching"]), SECRET, students, "exam", tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_wrong_options_say_what_is_wrong(tmp_path, capsys) -> None:

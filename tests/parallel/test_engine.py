@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 import minillm.parallel.runner as runner_module
 import minillm.parallel.workers as workers_module
@@ -23,7 +24,7 @@ from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
 from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import save_llama
-from minillm.parallel.group import TIMEOUT, local_store
+from minillm.parallel.group import TIMEOUT, Group, gloo_problem, local_store
 from minillm.parallel.launch import has_launched_ranks
 from minillm.parallel.messages import (
     Allocate,
@@ -360,6 +361,32 @@ def test_a_gpu_that_is_not_that_of_rank_0_is_refused(tiny: TinyPair, monkeypatch
         UnsupportedError, match=r"device='cuda:1' is not supported with tensor_parallel_size=2; use 'cu"
     ):
         LLM(str(tiny.target), tensor_parallel_size=2, dtype="float32", device="cuda:1")
+
+
+def test_a_pytorch_whose_gloo_has_no_transport_is_refused_before_a_process_starts(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch 2.8 for Windows is one. It says that gloo is available."""
+
+    class NoTransport:
+        @staticmethod
+        def create_default_device() -> None:
+            raise RuntimeError("makeDeviceForHostname(): unsupported gloo device")
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", NoTransport)
+    monkeypatch.setattr(workers_module, "_start", lambda _: pytest.fail("a process was started"))
+    gloo_problem.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match=r"needs gloo, which .*unsupported gloo device\); install"):
+            LLM(str(tiny.target), tensor_parallel_size=2, device="cpu")
+    finally:
+        gloo_problem.cache_clear()
+
+
+def test_a_rank_that_cannot_connect_does_not_say_that_it_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(EngineDeadError, match=r"rank 0 of 2 cannot connect to the other ranks \(.*no-such-interface"):
+        Group(0, 2, torch.device("cpu")).connect(dist.HashStore())
 
 
 def test_the_store_of_the_ranks_does_without_libuv() -> None:

@@ -88,6 +88,10 @@ def aborts(x):
     os.abort()
 
 
+def hoards_on_windows(x):
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: not enough memory: you tried")
+
+
 def interrupts(x):
     raise KeyboardInterrupt
 
@@ -105,6 +109,7 @@ def exits(x):
         (reads_address_zero_on_the_second_case, "crashed (SIGSEGV): it read or wrote memory outside its arrays"),
         (hoards, "asked for more than 0.5 GiB of memory"),
         (hoards_lists, "asked for more than 0.5 GiB of memory"),
+        (hoards_on_windows, "asked for more than 0.5 GiB of memory"),
         (waits, "waits for something and did nothing for 1 s"),
         (ends_the_process, "ended the whole process (os._exit, exit code 3)"),
         (aborts, "crashed (SIGABRT)"),

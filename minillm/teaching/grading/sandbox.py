@@ -96,8 +96,8 @@ def _rest_of_clone(package: Path) -> list[Path]:
 
 
 def begin_run(slot: int) -> None:
-    """In a fresh child of a sandboxed process whose next `fork` has pid 1: see `fork_first`. An empty scratch folder,
-    no privileges, and limits that do not depend on the submission."""
+    """In a fresh child of a sandboxed process whose next `fork` has pid 1: see `own_processes`. An empty scratch
+    folder, no privileges, and limits that do not depend on the submission."""
     _mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     if not any(Path("/tmp").iterdir()):  # else minillm or Python itself lives there
         _mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")

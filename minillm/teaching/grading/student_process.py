@@ -49,6 +49,12 @@ class Told:
     seconds: float = 0.0
 
 
+def check_system() -> None:
+    """Raise `UnsupportedError` if this is not Linux."""
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError("submissions are graded on Linux only (a container or WSL will do)")
+
+
 class StudentProcess:
     """A template process and the jobs it runs, one at a time. Use it in a `with` statement.
 
@@ -61,8 +67,7 @@ class StudentProcess:
     """
 
     def __init__(self, slot: int = 0, mode: str = "") -> None:
-        if not sys.platform.startswith("linux"):
-            raise UnsupportedError("submissions are graded on Linux only (a container or WSL will do)")
+        check_system()
         self.slot, self.mode = slot, mode
         self._folder = Path(tempfile.mkdtemp(prefix="minillm-grade-"))
         self._process: subprocess.Popen[bytes] | None = None

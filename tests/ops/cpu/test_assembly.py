@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from llvmlite import binding
 
 from minillm.bench.machine_code import byte_loop, float_loop
 
 NARROW = ["haswell", "alderlake", "apple-m1", "neoverse-n1", "neoverse-v1"]
 WIDE = ["skylake-avx512", "cascadelake"]
+pytestmark = pytest.mark.usefixtures("every_target")
 FEW = 4
 """Most spills that are allowed: LLVM 15 (numba 0.61) has some on ARM, later versions none."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def every_target() -> None:
-    binding.initialize_all_targets()
-    binding.initialize_all_asmprinters()
 
 
 @pytest.mark.parametrize("name", NARROW)
