@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.hardware import half_dtype
+
 MIN_PART_SIZE, MAX_PARTS = 256, 4
 """Queries are split into parts. A part uses only the keys up to its last query, so most masked scores are skipped."""
 
@@ -14,7 +16,8 @@ class CausalAttention:
     """The decoder's `attention` argument where no KV cache is needed.
 
     On a CPU it is two matrix products and a softmax per part of the queries: in a profile, the backward pass of
-    PyTorch's fused kernel was the largest part of a training step (bf16, rows of 512). A GPU uses the fused kernel.
+    PyTorch's fused kernel was the largest part of a training step (bf16, rows of 512). Training on a GPU uses the fused
+    kernel.
     """
 
     def __init__(self, length: int) -> None:
@@ -24,7 +27,11 @@ class CausalAttention:
         """`q`, `k`, `v`: `[rows · length, heads, head_dim]` → attention output, shaped like `q`."""
         q, k, v = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q, k, v))
         if q.is_cuda:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            # Before sm_80, PyTorch's fused kernel needs as many KV heads as query heads, else all scores are stored.
+            grouped = half_dtype(q.device) == torch.bfloat16
+            if not grouped:
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         else:
             size = max(MIN_PART_SIZE, -(-self.length // MAX_PARTS))
             parts = [(start, min(start + size, self.length)) for start in range(0, self.length, size)]

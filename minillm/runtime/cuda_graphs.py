@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from minillm.errors import first_line
+
 WARM_UPS = 2
 """Runs before a capture. The first compiles kernels and allocates workspaces, which a capture must not do."""
 
@@ -61,17 +63,18 @@ def capture_errors(capture: AbstractContextManager[Any]) -> Iterator[None]:
     Raises `CaptureError` in place of a `RuntimeError`. The end of a failed capture raises one of its own, which hides
     the error of the step: that error is the reason; if it is an interrupt, it is raised itself.
     """
-    of_step: BaseException | None = None
+    reason: BaseException | None = None
     try:
         with capture:
             try:
                 yield
             except BaseException as problem:
-                of_step = problem
+                reason = problem
                 raise
     except RuntimeError as problem:
-        reason = of_step or problem
+        reason = reason or problem
         if not isinstance(reason, Exception):
             raise reason from None
-        line = (str(reason).splitlines() or [type(reason).__name__])[0][:200]
-        raise CaptureError(line) from reason
+        raise CaptureError(first_line(reason)) from reason
+    finally:
+        reason = None  # else its traceback and this frame keep each other, and the tensors of the step, in memory

@@ -290,7 +290,7 @@ class GpuExecutor:
         try:
             replay = self.capture(function)
         except CaptureError as problem:
-            warnings.warn(f"steps run without CUDA graphs from now on: {problem}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"new shapes run without CUDA graphs from now on: {problem}", RuntimeWarning, stacklevel=2)
             self.capture = None
             return CapturedStep(inputs, output, function)
         self.prepared[shape, count] = CapturedStep(inputs, output, replay)

@@ -33,7 +33,8 @@ class CapturedStep:
     """`step`, captured for each shape of its batch: the first call of a shape runs it, the second one captures it.
 
     The step must read nothing that changes but tensors that keep their place, such as parameters and learning rates. If
-    it cannot be captured, it runs uncaptured from then on; with `capture=False` it always does.
+    it cannot be captured for some shape, it runs uncaptured from then on, for all shapes; with `capture=False` it
+    always does.
     """
 
     def __init__(self, step: Step, device: torch.device, capture: bool = True) -> None:
@@ -78,6 +79,7 @@ class CapturedStep:
                 loss = self.step(mine, theirs)
         except CaptureError as problem:
             self._can_capture = False
+            self.captured.clear()  # if memory was short, the uncaptured step needs that of the graphs
             tqdm.write(f"training runs without CUDA graphs, several times slower: {problem}")
             return
         finally:

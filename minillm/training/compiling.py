@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minillm.errors import TrainingError
+from minillm.errors import TrainingError, first_line
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -55,10 +55,9 @@ def backward(loss: Tensor) -> None:
     except RuntimeError as problem:
         if not isinstance(problem, torch._dynamo.exc.TorchDynamoException):
             raise
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
         raise TrainingError(
-            f"torch.compile failed in the backward pass ({reason}); set TORCH_COMPILE_DISABLE=1 to train uncompiled, "
-            "about half as fast"
+            f"torch.compile failed in the backward pass ({first_line(problem)}); set TORCH_COMPILE_DISABLE=1 to "
+            "train uncompiled, about half as fast"
         ) from problem
 
 

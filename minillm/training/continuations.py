@@ -34,6 +34,10 @@ TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 """Temperatures of the rows of one part, in turn."""
 ROWS_AT_ONCE = 128
 """Texts that are written in the same steps."""
+SPAN = 8
+"""Tokens of a span; text repeats itself where a span has occurred before."""
+PATIENCE = 32
+"""After so many repeated spans in a row, the rest of a text is a loop."""
 
 
 @contextmanager
@@ -84,18 +88,18 @@ def continue_rows(writer: LLM, prompts: Tensor, length: int, temperatures: Tenso
     return torch.cat((prompts, torch.tensor(written)), dim=1)
 
 
-def until_loop(tokens: list[int], span: int = 8, patience: int = 32) -> list[int]:
-    """Cut `tokens` off where `patience` consecutive spans of `span` tokens have all occurred before.
+def until_loop(tokens: list[int]) -> list[int]:
+    """Cut `tokens` off where `PATIENCE` consecutive spans have all occurred before.
 
     A small model's greedy text ends in loops. A draft learns them quickly, so the beginning of each loop is enough.
     """
     seen: set[tuple[int, ...]] = set()
     repeated = 0
-    for end in range(span, len(tokens) + 1):
-        current = tuple(tokens[end - span : end])
+    for end in range(SPAN, len(tokens) + 1):
+        current = tuple(tokens[end - SPAN : end])
         repeated = repeated + 1 if current in seen else 0
         seen.add(current)
-        if repeated == patience:
+        if repeated == PATIENCE:
             return tokens[:end]
     return tokens
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
-from minillm.training.continuations import PROMPT_LENGTH, continue_rows, new_writer
+from minillm.training.continuations import PROMPT_LENGTH, SPAN, continue_rows, new_writer
 from minillm.training.data import Windows
 from minillm.training.pretrain import dense_logits
 
@@ -151,10 +151,10 @@ def tokens_per_forward(agree: Tensor, num_drafts: int) -> float:
     return tokens / rounds
 
 
-def repetition(row: Tensor, span: int = 8) -> float:
-    """The share of the spans of `span` tokens in `row` (`[length]`) that repeat an earlier one, 0 to 1."""
+def repetition(row: Tensor) -> float:
+    """The share of the spans of `SPAN` tokens in `row` (`[length]`) that repeat an earlier one, 0 to 1."""
     tokens = row.tolist()
-    spans = [tuple(tokens[i : i + span]) for i in range(len(tokens) - span + 1)]
+    spans = [tuple(tokens[i : i + SPAN]) for i in range(len(tokens) - SPAN + 1)]
     return 1 - len(set(spans)) / len(spans)
 
 

@@ -40,13 +40,13 @@ class Filled:
     without_suffix: float
 
 
-def line_gaps(files: Sequence[str], count: int, before: int = BEFORE, after: int = AFTER, seed: int = 0) -> list[Gap]:
+def line_gaps(files: Sequence[str], count: int, before: int = BEFORE, after: int = AFTER) -> list[Gap]:
     """`count` gaps, each from inside a line to its end, from `files` in turn, with at most `before` characters in front
     and `after` behind.
 
     Raises `TrainingError` if no file has a line that is long enough.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     usable = [lines for lines in (_lines(file) for file in files) if lines[1]]
     if not usable:
         raise TrainingError(f"no held-out file has a line of {2 * SHORTEST} characters with text on both sides")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from minillm.errors import TrainingError
+from minillm.errors import TrainingError, first_line
 from minillm.models import bundled
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
@@ -138,8 +138,9 @@ class Pair:
         try:
             model.load_state_dict(state["model"])
         except (RuntimeError, KeyError) as problem:
-            reason = str(problem).splitlines()[0][:200]
-            raise TrainingError(f"{self.state_file(stage)} is the state of another model ({reason})") from None
+            raise TrainingError(
+                f"{self.state_file(stage)} is the state of another model ({first_line(problem)})"
+            ) from None
         return model
 
     def is_finished(self, stage: str) -> bool:

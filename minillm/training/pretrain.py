@@ -15,8 +15,10 @@ from __future__ import annotations
 import json
 import math
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,9 @@ class Trainer:
         self.base_rates = [rate for _, rate in chosen]
         on_gpu = self.device.type == "cuda"
         capture = capture and getattr(self.loss, "can_be_captured", True)
-        self._captured = CapturedStep(self._update, self.device, capture) if on_gpu else None
+        # With a strong reference to the trainer, its graphs would stay in GPU memory until a garbage collection.
+        update = partial(Trainer._update, weakref.proxy(self))
+        self._captured = CapturedStep(update, self.device, capture) if on_gpu else None
         self.step = 0
         """Steps so far, including those of the run that this one branched from."""
         self.tokens_seen = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import signal
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from minillm import whole_file
 from minillm.errors import TrainingError
 from minillm.training.ablations import TOKENS as ABLATION_TOKENS
 from minillm.training.ablations import VARIANTS, print_ablations
@@ -218,8 +218,7 @@ def _check_writable(folder: Path) -> None:
     """Raise `TrainingError` if no file can be created in the folder, or the folder itself cannot be."""
     try:
         place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        with tempfile.TemporaryFile(dir=place):
-            pass
+        whole_file.check_writable(place)
     except OSError as problem:
         reason = problem.strerror or problem
         raise TrainingError(

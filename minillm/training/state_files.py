@@ -11,26 +11,20 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from minillm.errors import TrainingError
+from minillm import whole_file
+from minillm.errors import TrainingError, first_line
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A path to write to, another one for each writer. At the end of the block it takes the place of `file`; until
-    then, and if the block fails, the old file stays. Raises `TrainingError` if it cannot be written."""
-    fresh = file.with_name(f"{file.name}.{uuid4().hex}.new")
-    try:
-        with write_errors(file):
-            yield fresh
-            fresh.replace(file)
-    finally:
-        fresh.unlink(missing_ok=True)
+    """See `whole_file.replacing`. Raises `TrainingError` if the file cannot be written."""
+    with write_errors(file), whole_file.replacing(file) as fresh:
+        yield fresh
 
 
 @contextmanager
@@ -57,9 +51,8 @@ def write_errors(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as problem:
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
         raise TrainingError(
-            f"{place} cannot be written ({reason}); make free space there, or name another folder"
+            f"{place} cannot be written ({first_line(problem)}); make free space there, or name another folder"
         ) from problem
 
 
@@ -118,7 +111,7 @@ def write_state(file: Path, state: Any) -> None:
 def copy_whole(source: Path, file: Path) -> None:
     """Copy `source` to `file`, as one whole file."""
     with replacing(file) as fresh:
-        shutil.copy(source, fresh)
+        shutil.copyfile(source, fresh)  # not its mode: a read-only file could not be synced
 
 
 def read_json(file: Path) -> Any:
@@ -136,9 +129,9 @@ def read_state(file: Path, device: str | torch.device, mmap: bool = False) -> di
     try:
         state = torch.load(file, weights_only=True, mmap=mmap, map_location=device)
     except Exception as problem:  # what PyTorch raises depends on where the file ends
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
         raise TrainingError(
-            f"{file} is cut off or no state of a run ({reason}); restore it, or remove {file.parent} to start again"
+            f"{file} is cut off or no state of a run ({first_line(problem)}); restore it, or remove {file.parent} "
+            "to start again"
         ) from None
     missing = STATE_KEYS - set(state if isinstance(state, dict) else ())
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Thread
@@ -51,6 +52,24 @@ def test_the_reason_is_the_error_of_the_step_whatever_was_handled_before(
             step()
     assert str(caught.value) == reason
     assert of_step is None or caught.value.__cause__ is of_step
+
+
+@pytest.mark.parametrize("fails_at", ["end", "never"])
+def test_a_failed_capture_keeps_no_tensor_of_its_step(fails_at: str) -> None:
+    """Without waiting for a garbage collection: if memory was short, the step that follows needs theirs."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def step() -> None:
+        activations = torch.zeros(1)
+        made.append(weakref.ref(activations))
+        raise RuntimeError("out of memory")
+
+    try:
+        with capture_errors(capture(fails_at)):
+            step()
+    except CaptureError:
+        pass
+    assert made[0]() is None
 
 
 def test_an_interrupt_stays_an_interrupt() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -99,6 +100,20 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(calls, monkeypatch, capsys
     assert [(mode, int(inputs[0, 0])) for mode, inputs in seen] == [("run", 1), ("run", 2), ("run", 3)]
     said = capsys.readouterr()
     assert len(tries) == 1 and "without CUDA graphs" in said.out + said.err and "more" not in said.out + said.err
+
+
+def test_a_failed_capture_ends_all_replays_and_releases_their_graphs(calls, monkeypatch):
+    """The uncaptured step may need their memory."""
+    step, seen = calls
+    captured = CapturedStep(step, torch.device("cpu"))
+    for value in (1, 2):
+        captured(*batch(2, value))
+    [graph] = (weakref.ref(found.graph) for found in captured.captured.values())
+    monkeypatch.setattr(torch.cuda, "graph", refused_capture([]))
+    for rows in (3, 3, 2):
+        captured(*batch(rows, 3))
+    assert [(mode, len(inputs)) for mode, inputs in seen[-4:]] == [("replayed", 2), ("run", 3), ("run", 3), ("run", 2)]
+    assert graph() is None
 
 
 def failing_capture(monkeypatch, problem):
@@ -206,12 +221,29 @@ def test_a_loss_that_waits_for_the_gpu_says_that_it_cannot_be_captured(method, c
     assert getattr(loss, "can_be_captured", True) == (not waits.found), waits.found
 
 
-def test_a_loss_that_cannot_be_captured_is_not(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(pretrain, "CapturedStep", lambda step, device, capture: asked.append(capture))
+@pytest.fixture
+def model(monkeypatch):
+    """One on a GPU, for a trainer."""
     monkeypatch.setattr(pretrain, "optimizers", lambda *settings: [])
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    model = SimpleNamespace(parameters=lambda: iter([on_gpu]))
+    return SimpleNamespace(parameters=lambda: iter([on_gpu]))
+
+
+def test_a_trainer_releases_its_graphs_when_it_is_done(calls, model, tmp_path, monkeypatch):
+    """Without waiting for a garbage collection: the next stage needs their memory."""
+    monkeypatch.setattr(Trainer, "_update", lambda self, inputs, targets: calls[0](inputs, targets))
+    trainer = Trainer(model, None, Recipe(), tmp_path)
+    trainer._captured.device = torch.device("cpu")
+    for value in (1, 2):
+        trainer._captured(*batch(2, value))
+    [graph] = (weakref.ref(found.graph) for found in trainer._captured.captured.values())
+    del trainer
+    assert graph() is None
+
+
+def test_a_loss_that_cannot_be_captured_is_not(model, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pretrain, "CapturedStep", lambda step, device, capture: asked.append(capture))
     Trainer(model, None, Recipe(), tmp_path)
     Trainer(model, None, Recipe(), tmp_path, SimpleNamespace(can_be_captured=False))
     Trainer(model, None, Recipe(), tmp_path, capture=False)

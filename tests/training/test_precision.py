@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from minillm import hardware
+from minillm.models.causal import CausalAttention
 from minillm.training import precision
 from minillm.training.muon import orthogonalise
 from minillm.training.pretrain import new_model, next_token_loss
@@ -41,6 +43,27 @@ def test_a_gpu_that_only_emulates_bf16_trains_in_fp32(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     assert precision.forward_dtype("cuda") == dtype
+
+
+@pytest.mark.parametrize(("card", "kv_heads"), [(TURING, 4), (AMPERE, 2)], ids=["sm_75", "sm_80"])
+def test_fused_attention_gets_grouped_heads_only_from_a_gpu_that_takes_them(
+    monkeypatch: pytest.MonkeyPatch, card: SimpleNamespace, kv_heads: int
+) -> None:
+    """PyTorch's only fused kernel before sm_80 refuses them, and the scores of all heads would be kept."""
+    given, fused = [], F.scaled_dot_product_attention
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Tensor:
+        given.append((k.shape[1], v.shape[1], options))
+        return fused(q, k, v, **options)
+
+    attention, rows = CausalAttention(12), [torch.randn(2 * 12, heads, 16) for heads in (4, 2, 2)]
+    on_cpu = attention.attend(0, *rows)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    on_gpu = attention.attend(0, *rows)
+    assert given == [(kv_heads, kv_heads, {"is_causal": True, "enable_gqa": card is AMPERE})]
+    assert torch.allclose(on_gpu, on_cpu, atol=1e-6)
 
 
 def test_the_loss_follows_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

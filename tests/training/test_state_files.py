@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +52,20 @@ def test_a_file_without_space_is_named_and_the_old_one_stays(tmp_path, full_disk
     file.write_text("old")
     with pytest.raises(TrainingError, match=r"/file cannot be written \(.+\); make free space there, or name another"):
         write(file)
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    """Some file systems notice only then that they are full."""
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "file"
+    file.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TrainingError, match=r"/file cannot be written \(.*No space left on device\)"):
+        write_json(file, "new")
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
 
 
