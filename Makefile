@@ -36,8 +36,8 @@ labextension: $(STAMP)
 	$(BIN)/python labextension/build.py
 
 # Everything that depends on the bundled weights or on benchmarks/*.json: recorded lessons and pictures, and the measured
-# figures of the README, of docs/measured.md and of docs/techniques.md. Not what vLLM answers with these weights, which
-# the tests compare: where there is a vLLM, tests/parity/record.py asks it again.
+# figures of the README and of docs/. Not what vLLM answers with these weights, which the tests compare: where there is a
+# vLLM, tests/parity/record.py asks it again.
 figures: $(STAMP)
 	$(BIN)/minillm build --remeasure
 	$(BIN)/python docs/pictures.py

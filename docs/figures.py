@@ -2,9 +2,10 @@
 
 `docs/measured.md` gets a table for each benchmark (`measured_page.py`), the README a short one between its two marks,
 `docs/ray.md` what a cluster costs, measured and modelled (`ray_page.py`), `docs/gpu.md` what a GPU does
-(`gpu_page.py`), `docs/completion.md` how long a suggestion takes. None of these figures is typed by hand, and
-`tests/test_figures.py` fails where a file differs from what its results say. Typed by hand is what was measured
-elsewhere: the trial of the grader in `docs/grading.md`, and the times of tests and mutants in `CONTRIBUTING.md`.
+(`gpu_page.py`), `docs/completion.md` how long a suggestion takes, `docs/processors.md` how fast a step is with fewer
+instructions. None of these figures is typed by hand, and `tests/test_figures.py` fails where a file differs from what
+its results say. Typed by hand is what was measured elsewhere: the trial of the grader in `docs/grading.md`, and the
+times of tests and mutants in `CONTRIBUTING.md`.
 """
 
 from __future__ import annotations

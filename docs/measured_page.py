@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -304,7 +304,7 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else number(value)
 
 
-def measured(begin: str, parts: Iterable[Section] = SECTIONS) -> str:
+def measured(begin: str) -> str:
     """The text of `docs/measured.md`. `begin`: its first mark."""
     head = f"""# Measured
 
@@ -316,4 +316,4 @@ brackets is where the true median lies with a probability of 95%, or from fewer 
 highest. An absolute number holds only for its machine, and other work shared these machines. A system has a line for
 each prompt length. `setting` is the one in which a peer was fastest in short trials.
 """
-    return "\n".join([head, *map(section, parts), speculation(_how), ablations(_how), kernels()])
+    return "\n".join([head, *map(section, SECTIONS), speculation(_how), ablations(_how), kernels()])

@@ -124,9 +124,7 @@ class EngineArgs:
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory_bytes={self.kv_cache_memory_bytes} "
                 "both size the pool; give one of them"
             )
-        share = self.gpu_memory_utilization
-        if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={share!r} must be a number above 0 and at most 1")
+        share("gpu_memory_utilization", self.gpu_memory_utilization)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}, so "
@@ -214,6 +212,12 @@ def at_least(name: str, value: Any, limit: int) -> None:
     """Raise `ConfigError` unless `value` is an integer of at least `limit`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < limit:
         raise ConfigError(f"{name}={value!r} must be an integer of at least {limit}")
+
+
+def share(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is a number above 0 and at most 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ConfigError(f"{name}={value!r} must be a number above 0 and at most 1")
 
 
 def in_range(name: str, value: Any, most: float | None) -> None:

@@ -7,6 +7,11 @@ class MinillmError(ValueError):
     """Base of all errors of this module."""
 
 
+def first_line(problem: BaseException) -> str:
+    """The first line of an error's text, at most 200 characters; of an error without text, the name of its class."""
+    return (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+
+
 class ConfigError(MinillmError):
     """An option of `LLM(...)`, `SamplingParams(...)` or `speculative_config` has an invalid value."""
 

@@ -94,13 +94,14 @@ def run_problems(wheel: Path, borrow: Path | None, pip: list[str]) -> list[str]:
         folder = Path(name)
         venv.create(folder / "venv", with_pip=True)
         python = folder / "venv" / "bin" / "python"
-        steps: list[tuple[str, list[str]]] = [("pip", [*_pip(python, borrow, pip), f"{wheel.resolve()}[lab]"])]
+        target, options = f"{wheel.resolve()}[lab]", pip
         if borrow is not None:
-            steps = [("pip", [*_pip(python, None, [*pip, "--no-deps"]), str(wheel.resolve())])]
+            target, options = str(wheel.resolve()), [*pip, "--no-deps"]
             _borrow(python, borrow)
         copies = folder / "mine"
         minillm = [str(python), "-m", "minillm.cli"]
-        steps += [
+        steps = [
+            ("pip", [*_pip(python, options), target]),
             (
                 "where",
                 [str(python), "-c", f"import minillm; assert {str(folder)!r} in minillm.__file__, minillm.__file__"],
@@ -150,7 +151,7 @@ def _unwanted(name: str) -> bool:
     return bool(inside) or file.startswith(".env") or file.endswith((".pyc", ".part"))
 
 
-def _pip(python: Path, borrow: Path | None, options: list[str]) -> list[str]:
+def _pip(python: Path, options: list[str]) -> list[str]:
     return [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
 
 

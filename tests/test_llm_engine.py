@@ -599,6 +599,7 @@ def test_times_are_counted_per_request(tiny: TinyPair, clock: list[float]) -> No
     assert first.num_target_forwards == 6 and first.num_decode_forwards == first.num_decode_tokens == 4
     # Three chunks, after the six steps of the first.
     assert (second.arrival_time, second.queue_time, second.ttft, second.tpot) == (3.0, 70.0, 90.0, 10.0)
+    assert (first.last_token_time, second.last_token_time) == (63.0, 133.0)
     assert first.num_output_tokens == second.num_output_tokens == 5
 
 

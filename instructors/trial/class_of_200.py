@@ -40,8 +40,8 @@ SIZE = 200
 
 @dataclass
 class Expected:
-    """What a submission must get. `exercises`: statuses by exercise; all others `others`. `mistakes`: by exercise the
-    text that its report must hold."""
+    """What a submission must get. `exercises`: statuses by exercise; all others `others`. `says`: by exercise the text
+    that its report must hold."""
 
     kind: str
     name: str

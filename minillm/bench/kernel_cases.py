@@ -55,10 +55,10 @@ class Setting:
         """Normally distributed random numbers."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
-    def copies(self, num_bytes: int, most: int = 512) -> int:
-        """How many copies of `num_bytes` are twice the last-level cache, at least 2; 1 if that is more than `most`."""
+    def copies(self, num_bytes: int) -> int:
+        """How many copies of `num_bytes` are twice the last-level cache, at least 2; 1 if that is more than 512."""
         wanted = max(2, -(-2 * self.cache_bytes // num_bytes))
-        return wanted if wanted <= most else 1
+        return wanted if wanted <= 512 else 1
 
 
 @dataclass(frozen=True)

@@ -75,14 +75,14 @@ def lloyd_step(points: Tensor, weights: Tensor, centroids: Tensor) -> Tensor:
 
 
 def kmeans(
-    points: Tensor, weights: Tensor, num_centroids: int, rounds: int, seed: int = 0, step: Step = lloyd_step
+    points: Tensor, weights: Tensor, num_centroids: int, rounds: int, step: Step = lloyd_step
 ) -> tuple[Tensor, Tensor]:
     """Weighted k-means (Lloyd) from k-means++ starts. `points`: `[n, d]`; `weights`: `[n]`, above 0.
 
     Returns centroids `[num_centroids, d]` and the index of each point's centroid. The weighted error never grows from
     round to round. A centroid that loses all points stays where it is.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     chosen = [int(torch.multinomial(weights.float().cpu(), 1, generator=generator))]
     distances = (points - points[chosen[0]]).square().sum(-1)
     for _ in range(num_centroids - 1):

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minillm.bench.harness import LIBRARIES, describe_run
-from minillm.bench.server_process import free_port
+from minillm.bench.processes import free_port
 from minillm.cluster import costs
 from minillm.cluster.replica import ReplicaSettings
 from minillm.cluster.session import check_ray, set_environment

@@ -11,6 +11,7 @@ that is stopped and started again would not know what is done; that is why there
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -155,6 +156,9 @@ class WorkerPool:
                 f"task {given_up[0]}; all others are done: look into Ray's logs, then run it again",
                 given_up,
             )
+        if self.num_lost:
+            words = f"workers lost: {self.num_lost}; others have done their tasks again; see Ray's logs for the reasons"
+            warnings.warn(words, RuntimeWarning, stacklevel=2)
 
 
 class _Actor:

@@ -28,6 +28,7 @@ from minillm.models.hub import resolve
 from minillm.models.loading import load_config, load_model, stored_scheme, stored_tensors
 from minillm.models.rope import inverse_frequencies
 from minillm.tokenizer import Tokenizer
+from minillm.whole_file import replacing
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """Storage type of matrices → its name in the `gguf` package. Vectors (norms, biases) are always f32."""
@@ -71,8 +72,7 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
         raise UnsupportedError(f"{name} is quantised ({stored.method}); export the original checkpoint, e.g. as q8_0")
     tokenizer = _tokenizer(folder, config)
     end_tokens = () if tokenizer is None else _end_tokens(tokenizer, config)
-    part = _new_part(file)
-    try:
+    with replacing(file, _new_part(file)) as part:
         _check_new(file)  # another export may have ended while the checkpoint was downloaded
         model = load_model(folder, torch.float32)
         config = model.config
@@ -80,9 +80,6 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
             _write_shape(writer, gguf, config, Path(name).absolute().name, kind)  # a hub id's folder is a hash
             _write_tokenizer(writer, tokenizer, config, end_tokens)
             _write_tensors(writer, gguf, partial(gguf_tensors, gguf, model, architecture), kind, progress)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
     return GgufExport(file, file.stat().st_size, architecture, tokenizer, end_tokens)
 
 

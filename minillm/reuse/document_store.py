@@ -19,7 +19,6 @@ processor; disks: every token takes as many bytes as in the cache.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Sequence
@@ -29,6 +28,7 @@ from hashlib import sha256
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from minillm.models.hub import resolve
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
 from minillm.reuse.scratch import Scratch, check_prefix_caching
+from minillm.whole_file import replacing
 
 _ROTATIONS = count(1)
 """Numbers for other ways to move keys."""
@@ -167,15 +168,9 @@ class DocumentStore:
 
     def _write(self, path: Path, span: KVSpan) -> None:
         keys, values = span.keys.cpu().contiguous(), span.values.cpu().contiguous()
-        handle, name = tempfile.mkstemp(dir=self.folder, prefix=PART, suffix=".part")
-        os.close(handle)
-        try:
-            save_file({"keys": keys, "values": values}, name, metadata=self._metadata(keys, values))
-            Path(name).chmod(0o644)  # other users of the folder may read it
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with replacing(path, self.folder / f"{PART}{uuid4().hex}.part") as part:
+            save_file({"keys": keys, "values": values}, part, metadata=self._metadata(keys, values))
+            part.chmod(0o644)  # other users of the folder may read it
 
     def _metadata(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, str]:
         """One entry: safetensors writes several in any order, and equal documents are equal files."""

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from minillm.config import share
 from minillm.errors import ConfigError
 from minillm.speculative.rejection_sampler import AcceptRule
 
@@ -41,9 +42,8 @@ def typical_rule(threshold: float | None = None, alpha: float | None = None) -> 
     most 1, and one is below 1: otherwise even a token of probability 1 would be rejected."""
     given = {"posterior_threshold": threshold, "posterior_alpha": alpha}
     for name, value in given.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value <= 1):
-            raise ConfigError(f"{name}={value!r} must be a number above 0 and at most 1")
+        if value is not None:
+            share(name, value)
     chosen = {"threshold": threshold or THRESHOLD, "alpha": alpha or ALPHA}
     if min(chosen.values()) == 1:
         raise ConfigError("posterior_threshold=1 and posterior_alpha=1 reject every draft; lower one of them")

@@ -18,12 +18,12 @@ class Moment:
     request_id: str
 
 
-def first_rejected_round(trace: Trace, wrong: int = 2) -> Moment:
-    """Return the first round with at least `wrong` drafts not accepted. Raises `TraceError` if there is none."""
+def first_rejected_round(trace: Trace) -> Moment:
+    """Return the first round with at least two drafts not accepted. Raises `TraceError` if there is none."""
     return _first(
         trace,
-        lambda event: isinstance(event, TokensCommitted) and event.num_drafts - event.num_accepted >= wrong,
-        f"round with {wrong} drafts that were not accepted",
+        lambda event: isinstance(event, TokensCommitted) and event.num_drafts - event.num_accepted >= 2,
+        "round with two drafts that were not accepted",
     )
 
 

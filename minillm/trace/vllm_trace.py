@@ -58,7 +58,7 @@ def of_vllm(llm: Any) -> Iterator[Trace]:
     (`LLM(..., async_scheduling=False)`), and be idle. Raises `UnsupportedError` if it does not.
     """
     scheduler = _scheduler_of(llm)
-    started = _engine_started(llm, scheduler)
+    started = _engine_started(scheduler)
     trace = Trace([started])
     recorder = _Recorder(scheduler, llm.get_tokenizer(), trace, started.cached_blocks)
     for name in WRAPPED:
@@ -237,7 +237,7 @@ def _scheduler_of(llm: Any) -> Any:
     return scheduler
 
 
-def _engine_started(llm: Any, scheduler: Any) -> EngineStarted:
+def _engine_started(scheduler: Any) -> EngineStarted:
     config = scheduler.vllm_config
     speculative = config.speculative_config
     [group] = scheduler.kv_cache_config.kv_cache_groups

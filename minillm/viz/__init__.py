@@ -1,6 +1,5 @@
-"""Pictures of what the engine did, drawn from its trace alone."""
+"""Pictures for notebooks: some are drawn from a trace of the engine, others from numbers that they are given."""
 
-from minillm.trace.acceptance_state import AcceptanceState
 from minillm.trace.cache_state import CacheState
 from minillm.viz.draw.output import show
 from minillm.viz.live.live_view import LiveView
@@ -22,7 +21,6 @@ from minillm.viz.timeline.timeline_view import TimelineComparison, TimelineView
 from minillm.viz.timeline.transfer_timeline import TimedPart, TransferRow, TransferTimeline
 
 __all__ = [
-    "AcceptanceState",
     "AcceptanceStrip",
     "BlockView",
     "BudgetAcceptance",

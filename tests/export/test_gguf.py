@@ -39,6 +39,7 @@ REFUSED = {
     "llama, yarn rope with its own numbers": "YaRN with a custom",
     "llama, yarn rope with mscale": "YaRN with a custom",
     "mistral, window": "a sliding window of 5 tokens",
+    "mistral, window in listed layers": "a sliding window of 5 tokens",
     "qwen2, window in the upper layers": "a sliding window of 6 tokens",
     "qwen2, window in listed layers": "a sliding window of 4 tokens",
     "qwen3, biases and window": "a sliding window of 6 tokens",

@@ -171,8 +171,9 @@ def test_what_a_killed_write_left_goes_and_others_may_read_a_file(store: Documen
 
 
 def test_the_store_cleans_up_what_it_writes(store: DocumentStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(tensors: object, name: str, metadata: object) -> None:
-        os.utime(name, (0, 0))
+    def killed(tensors: object, part: Path, metadata: object) -> None:
+        part.write_bytes(b"half")
+        os.utime(part, (0, 0))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

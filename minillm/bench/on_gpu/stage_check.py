@@ -293,13 +293,13 @@ def _numbers(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[
     return [_logits(setup, rng, dtype)[0].nan_to_num()]
 
 
-def _probs(setup: StageSetup, rng: random.Random, rows: int, vocab: int) -> Tensor:
+def _probs(setup: StageSetup, rows: int, vocab: int) -> Tensor:
     return torch.rand(rows, vocab, device=setup.device) ** 3 * (torch.rand(rows, vocab, device=setup.device) > 0.3)
 
 
 def _sampled(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
     rows = rng.randint(1, 5)
-    probs = _probs(setup, rng, rows, rng.randint(2, setup.size_for(130_000, 90)))
+    probs = _probs(setup, rows, rng.randint(2, setup.size_for(130_000, 90)))
     probs[:, 0] += 1e-3
     return [probs, torch.rand(rows, dtype=torch.float64, device=setup.device)]
 
@@ -307,7 +307,7 @@ def _sampled(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[
 def _judged(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
     counts, vocab = [rng.randint(0, 5) for _ in range(rng.randint(1, 6))], rng.randint(2, setup.size_for(130_000, 60))
     drafts, requests = sum(counts), len(counts)
-    p, q = (_probs(setup, rng, n, vocab) + 1e-6 for n in (drafts + requests, drafts))
+    p, q = (_probs(setup, n, vocab) + 1e-6 for n in (drafts + requests, drafts))
     ids = torch.tensor([rng.randrange(vocab) for _ in range(drafts)], dtype=torch.int64, device=setup.device)
     start = torch.tensor([sum(counts[:i]) for i in range(requests + 1)], dtype=torch.int32, device=setup.device)
     uniforms = [torch.rand(n, dtype=torch.float64, device=setup.device) for n in (drafts, drafts + requests)]

@@ -130,7 +130,7 @@ class Roofline(Picture):
             label(MARGIN, 56, fit_clauses(self._facts(), RIGHT - MARGIN, 13), size=13),
             *draw_grid(Axis("operations per byte moved", log=True), Axis(f"{unit}FLOP/s", log=True), across, up),
             _roof(self.roof, across, up, factor, places),
-            *(self._point(p, *place, across, up, factor) for p, place in zip(self.points, places, strict=True)),
+            *(self._point(p, *place, up, factor) for p, place in zip(self.points, places, strict=True)),
             *names,
             legend.replace("\n", ""),
         )
@@ -168,10 +168,10 @@ class Roofline(Picture):
         up = axis_scale(Axis("", log=True, ticks=_decimal_ticks(bottom, top)), [bottom, top], BOTTOM, TOP)
         return across, up
 
-    def _roof_boxes(self, across: Scale, up: Scale, factor: float, count: int = 100) -> list[Box]:
+    def _roof_boxes(self, across: Scale, up: Scale, factor: float) -> list[Box]:
         """Small boxes along the roof, which names must not overlap."""
         low, high = self._span
-        steps = (low * (high / low) ** (i / count) for i in range(count + 1))
+        steps = (low * (high / low) ** (i / 100) for i in range(101))
         line = ((across.place(x), up.place(self.roof.attainable(x) / factor)) for x in steps)
         return [(x - 3, y - 3, x + 3, y + 3) for x, y in line]
 
@@ -183,7 +183,7 @@ class Roofline(Picture):
             facts.append(f"what was measured reaches {min(shares):.0%} to {max(shares):.0%} of the roof")
         return facts
 
-    def _point(self, point: Point, x: float, y: float, across: Scale, up: Scale, factor: float) -> str:
+    def _point(self, point: Point, x: float, y: float, up: Scale, factor: float) -> str:
         roof_y = up.place(self.roof.attainable(point.intensity) / factor)
         index = self._groups.index(point.kind)
         lost = {"d": f"M{number(x)} {number(y)}V{number(roof_y)}", "stroke": MUTED, "stroke-dasharray": "1 3"}

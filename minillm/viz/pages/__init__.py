@@ -1,1 +1,1 @@
-"""Pictures of the block pool: block tables above, physical pages below."""
+"""Pictures of the KV cache: block tables and physical pages of the pool, and a contiguous cache as it grows."""

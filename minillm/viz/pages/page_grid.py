@@ -136,10 +136,10 @@ class PageGrid:
         if self.geometry.dense:
             return self._row_numbers() + self._letters()
         size = 11 if self.geometry.page_width >= 50 else 8.5
-        written = "".join(self._head(place, page, size) for place, page in enumerate(self.pages))
+        written = "".join(self._head(place, page) for place, page in enumerate(self.pages))
         return element("g", {"font-size": size}, written)
 
-    def _head(self, place: int, page: Page, size: float) -> str:
+    def _head(self, place: int, page: Page) -> str:
         g = self.geometry
         x, y = g.corner(place)
         base = y + g.head * 0.65

@@ -1,1 +1,1 @@
-"""Pictures of speculative decoding: a round is a row, a token is a box."""
+"""Pictures of speculative decoding: its rounds, acceptance, speed-up and draft views."""

@@ -1,1 +1,1 @@
-"""Pictures of tensors: masks, errors, and the elements that each program of a kernel writes."""
+"""Pictures of tensors: attention and its masks, caches, codebooks, errors, and who computes which part."""

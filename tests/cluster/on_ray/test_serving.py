@@ -16,7 +16,7 @@ import ray
 
 from minillm import LLM, SamplingParams
 from minillm.async_llm import AsyncLLM
-from minillm.bench.server_process import free_port
+from minillm.bench.processes import free_port
 from minillm.cluster.application import ClusterSettings, serving
 from minillm.cluster.failover import process_of
 from minillm.cluster.replica import ReplicaSettings

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from minillm.errors import TraceError
 from minillm.trace import DraftProposed, StepStarted, TokensCommitted, Trace
+from minillm.trace.acceptance_state import AcceptanceState
 from minillm.trace.replay import Replay
-from minillm.viz import AcceptanceState, AcceptanceStrip
+from minillm.viz import AcceptanceStrip
 from minillm.viz.draw.svg import MONO_EM
 from tests.trace.traces import Script, busy, decode, prefill, story, verify
 from tests.viz.pictures import SVG, description, found, parse, states, text_of
