@@ -4,9 +4,9 @@
     <|fim_prefix|>  before  <|fim_suffix|>  after  <|fim_middle|>            →  the gap     prefix first (PSM)
     <|fim_prefix|>  <|fim_suffix|>  after  <|fim_middle|>  before            →  the gap     suffix first (SPM)
 
-Prefix first, with Qwen's token names, is what the templates of editors support. With the suffix first the gap follows
-the text before it, as in any other file, and the prefix cache holds while that text grows. A checkpoint asks for it
-with `"fim_suffix_first": true` in its `tokenizer_config.json`.
+Prefix first, with Qwen's token names, is what the templates of editors support; minillm knows no other names. With the
+suffix first the gap follows the text before it, as in any other file, and the prefix cache holds while that text grows.
+A checkpoint asks for it with `"fim_suffix_first": true` in its `tokenizer_config.json`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def fim_prompt(tokenizer: Tokenizer, model: str, prefix: str, suffix: str) -> st
     missing = [token for token in FIM_TOKENS if tokenizer.backend.token_to_id(token) is None]
     if missing:
         raise UnsupportedError(
-            f"the tokenizer of {model!r} has no token {missing[0]}; take a model that was trained to fill gaps"
+            f"the tokenizer of {model!r} has no token {missing[0]}; take a model that marks gaps as Qwen does, or "
+            "write the prompt with the tokens of this one, if it has any for gaps"
         )
     check_no_fim_token(tokenizer, "prefix", prefix)
     check_no_fim_token(tokenizer, "suffix", suffix)

@@ -71,5 +71,5 @@ def test_what_is_no_text_is_refused(llm: LLM, given: Any) -> None:
 
 def test_a_tokenizer_without_the_tokens_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minillm.fill_in_the_middle.FIM_TOKENS", (*FIM_TOKENS, "<|no such token|>"))
-    with pytest.raises(UnsupportedError, match=r"has no token <\|no such token\|>; take a model"):
+    with pytest.raises(UnsupportedError, match=r"has no token <\|no such token\|>; take a model that marks gaps"):
         llm.fim_prompt("a", "b")

@@ -4,13 +4,15 @@
     python -m instructors.trial.other_model qwen2 mistral --folder /tmp/other
 
 `MINILLM_MODEL` and `MINILLM_DRAFT` name two checkpoints that are made here: random weights in the family's layout,
-heads 64 wide, the bundled tokenizer. Every cell runs, also after one that failed. A cell fails here if it would stop a
-learner who brings a model of this family. What only differs ("Not so with this model") is counted and is no failure.
+heads 64 wide, the bundled tokenizer. In the families whose tokenizers begin every text with a token, it does so, too.
+Every cell runs, also after one that failed. A cell fails here if it would stop a learner who brings a model of this
+family. What only differs ("Not so with this model") is counted and is no failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -19,12 +21,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import tokenizers
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from tokenizers.processors import TemplateProcessing
 
 from minillm.models import bundled
 from minillm.teaching.course import Lesson, choose
 from minillm.teaching.notebook import read_source
+from minillm.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL_SECONDS = 300
@@ -48,6 +53,9 @@ SHAPE: dict[str, object] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
+ADD_BOS = ("llama", "mistral")
+"""Families whose tokenizers begin a text with `BOS`: the post-processor in `tokenizer.json` does it."""
+BOS = "<|begin_of_text|>"
 LAYERS = {"target": 4, "draft": 1}
 
 
@@ -65,19 +73,35 @@ class Outcome:
         return "\n".join([head, *(f"  cell {number}: {error}" for number, error in self.failed)])
 
 
-def make(family: str, folder: Path, layers: int, vocab_size: int = 4096) -> Path:
-    """Write a random checkpoint of `family` with the bundled tokenizer into `folder`, and return it."""
+def make(family: str, folder: Path, layers: int) -> Path:
+    """Write a random checkpoint of `family` with its kind of tokenizer into `folder`, and return it."""
     import torch
     import transformers
 
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled.path("minicoder") / file, folder)
+    if family in ADD_BOS:
+        add_bos(folder)
     name, changes = FAMILIES[family]
+    vocab_size = Tokenizer.from_folder(folder).vocab_size
     options = {**SHAPE, "vocab_size": vocab_size, "num_hidden_layers": layers, **changes}
     config = getattr(transformers, f"{name}Config")(**options)
     torch.manual_seed(layers)
     getattr(transformers, f"{name}ForCausalLM")._from_config(config).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled.path("minicoder") / file, folder)
     return folder
+
+
+def add_bos(folder: Path) -> None:
+    """Give the tokenizer in `folder` the token `BOS`, with which it begins every text."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([BOS])
+    special = [(BOS, tokenizer.token_to_id(BOS))]
+    tokenizer.post_processor = TemplateProcessing(f"{BOS} $A", special_tokens=special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"bos_token": BOS, "add_bos_token": True}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def run(lesson: Lesson, target: Path, draft: Path) -> Outcome:

@@ -59,7 +59,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
-    """The dtype that the checkpoint is stored in."""
+    """The dtype that the checkpoint states, or else that of its weights."""
     decoder: type | None = None
     """A `Decoder` subclass for a different architecture; None: `Decoder`. Executors do not run subclasses."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)

@@ -154,6 +154,7 @@ def _rope(raw: StoredConfig) -> RopeConfig:
     """Read RoPE from either spelling: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     found = _entries(raw.rope_scaling) or _entries(raw.rope_parameters)
     found.pop("finetuned", None)
+    found.pop("attn_factor", None)
     kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
     found.pop("type", None)
     theta = found.pop("rope_theta", None) or raw.rope_theta or 10_000.0

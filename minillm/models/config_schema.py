@@ -52,6 +52,9 @@ class RopeScaling(Struct, forbid_unknown_fields=True):
     mscale_all_dim: float_in_range(0, 1e3) = None  # type: ignore[valid-type]
     truncate: Switch = None
     finetuned: Switch = None
+    """Changes nothing."""
+    attn_factor: float_in_range(0, 1e3) = None  # type: ignore[valid-type]
+    """Ignored, as in transformers; vLLM multiplies YaRN's factor on cos and sin by it."""
 
 
 class StoredConfig(Struct):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minillm.errors import CheckpointError
@@ -29,19 +29,16 @@ class Family:
     """Fields of `config.json` that only this decoder reads, with their defaults."""
 
 
+MISTRAL = Family(
+    "mistral",
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True, "max_window_layers": 0},
+)
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", fixed={"use_sliding_window": False}),
-    "MistralForCausalLM": Family(
-        "mistral",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        fixed={
-            "attention_bias": False,
-            "mlp_bias": False,
-            "use_sliding_window": True,
-            "layer_types": None,
-            "max_window_layers": 0,
-        },
-    ),
+    "MistralForCausalLM": MISTRAL,
+    # transformers loads a Mistral whose configuration has `layer_types` as this.
+    "MinistralForCausalLM": replace(MISTRAL, model_type="ministral"),
     "Qwen2ForCausalLM": Family(
         "qwen2",
         defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},

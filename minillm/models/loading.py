@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from minillm.models.quantized_checkpoint import (
     quantized_places,
     scheme_of,
 )
-from minillm.models.shards import SINGLE, Shards
+from minillm.models.shards import DTYPES, FLOATS, SINGLE, Shards
 from minillm.models.staging import Staging
 from minillm.models.tensor_names import EMBEDDING, UNEMBEDDING, Part, decoder_shards, stored_parts
 from minillm.quantization.base import QuantizedLinear, Scheme
@@ -53,6 +54,8 @@ def load_config(folder: Path) -> ModelConfig:
         if is_minillm_format(stored.get("quantization_config")):
             stored.pop("quantization_config")
         config = model_config(stored)
+        if not (stored.get("dtype") or stored.get("torch_dtype")):
+            config = replace(config, dtype=_dtype_of_weights(folder))
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}: {problem}") from None
     generation_config = folder / "generation_config.json"
@@ -64,6 +67,17 @@ def load_config(folder: Path) -> ModelConfig:
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}, generation_config.json: {problem}") from None
     return replace(config, eos_token_ids=eos_token_ids, sampling_defaults=generation.sampling_defaults())
+
+
+def _dtype_of_weights(folder: Path) -> str:
+    """The dtype that holds every stored float exactly, as in vLLM; float32 for weights that cannot be read, which
+    `load_model` reports."""
+    try:
+        shards = Shards(folder)
+    except CheckpointError:
+        return "float32"
+    stored = {dtype for dtype, _ in map(shards.header, shards.names)} & FLOATS or {"F32"}
+    return str(reduce(torch.promote_types, map(DTYPES.__getitem__, stored))).removeprefix("torch.")
 
 
 def stored_scheme(folder: Path) -> Scheme | None:

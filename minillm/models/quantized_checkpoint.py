@@ -34,7 +34,7 @@ FORMAT, VERSION = "minillm", 1
 STORED_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 BESIDE_WEIGHTS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "vocab.*")
 MORE_BESIDE_WEIGHTS = ("merges.txt", "*.jinja", "additional_chat_templates/*.jinja", "*.tiktoken", "training.json")
-"""The other files of a checkpoint, which are copied into a quantised one."""
+"""The other files of a checkpoint, which are copied into one that is made from it."""
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,20 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
             raise ConfigError(f"{folder} cannot be written ({problem}); name another place") from None
         (fresh / SINGLE).chmod(0o644)
         (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for pattern in BESIDE_WEIGHTS + MORE_BESIDE_WEIGHTS:
-            for file in filter(Path.is_file, source.glob(pattern)):
-                copy = fresh / file.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
+        copy_beside_weights(source, fresh)
         if fills:
             _fill(folder, fresh)
         else:
             fresh.rename(folder)
+
+
+def copy_beside_weights(source: Path, folder: Path) -> None:
+    """Copy a checkpoint's files for the tokenizer, chat templates and the like into a new one."""
+    for pattern in BESIDE_WEIGHTS + MORE_BESIDE_WEIGHTS:
+        for file in filter(Path.is_file, source.glob(pattern)):
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def check_new_folder(folder: Path) -> None:

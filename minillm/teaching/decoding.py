@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from minillm.llm import LLM
 from minillm.sampling.params import SamplingParams
+from minillm.tokenizer import Tokenizer
 from minillm.trace import StepFinished, Trace
 from minillm.viz.tensors.attention_work import ForwardWork
 
@@ -69,11 +70,23 @@ def retokenization_drift(llm: LLM, texts: Sequence[str], temperature: float) -> 
         ids, new = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
         for count in range(1, len(new)):
             written = ids + new[:count]
-            returned = tokenizer.encode(tokenizer.decode(written, skip_special_tokens=False))
+            returned = retokenized(tokenizer, written)
             if returned != written:
                 changed.append((number, written, returned))
                 break
     return changed
+
+
+def num_leading_special(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """How many special tokens `ids` begin with, such as the one that the tokenizer puts before a text."""
+    return next((i for i, token in enumerate(ids) if token not in tokenizer.special_ids), len(ids))
+
+
+def retokenized(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """`ids` decoded and encoded again. Special tokens in front stay as they are: no text stands for them."""
+    start = num_leading_special(tokenizer, ids)
+    text = tokenizer.decode(ids[start:], skip_special_tokens=False)
+    return [*ids[:start], *tokenizer.encode(text, add_special_tokens=False)]
 
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:

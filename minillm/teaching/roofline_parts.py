@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.held_out import held_out_prompts
 from minillm.models.hub import resolve
 from minillm.models.loading import load_model, stored_tensors
+from minillm.models.quantized_checkpoint import copy_beside_weights
 from minillm.models.tensor_names import stored_parts
 from minillm.ops.linear import Linear
 from minillm.runtime.runner import ModelRunner
@@ -260,8 +260,8 @@ def neighbouring_rows(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tens
 def checkpoint(model: Decoder, name: str, folder: Path) -> Path:
     """Write `model`, which is that of `name` with other KV heads, into `folder` as a checkpoint of the same family."""
     source = resolve(name)
-    weights = shutil.ignore_patterns("*.safetensors*", "config.json")
-    shutil.copytree(source, folder, ignore=weights, dirs_exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_beside_weights(source, folder)
     stored = json.loads((source / "config.json").read_text(encoding="utf-8"))
     stored.pop("dtype", None)
     config = model.config
@@ -279,9 +279,9 @@ def generate_tokens(llm: LLM) -> list[int]:
     return list(llm.generate("def read_lines(path):\n", params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def bits_per_byte(llm: LLM, num_prompts: int = 32) -> float:
+def bits_per_byte(llm: LLM) -> float:
     """Bits per byte of the model on held-out code; lower is better."""
-    prompts = [p.prompt for p in held_out_prompts(num_prompts)]
+    prompts = [p.prompt for p in held_out_prompts(32)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     nats, size = 0.0, 0
     for output in outputs:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
 
 from instructors.trial import other_model
 from minillm.llm import LLM
+from minillm.models import bundled
 from minillm.sampling.params import SamplingParams
 from minillm.teaching.course import choose
+from minillm.teaching.workshop.l12_views import far_definition
+from minillm.teaching.workshop.l14_moving import edits
+from minillm.teaching.workshop.l16_replicas import documents, requests
+from minillm.tokenizer import Tokenizer
 
 SOURCE = """\
 # %% [markdown]
@@ -52,3 +59,17 @@ def test_a_checkpoint_of_each_family_runs_with_heads_of_64(tmp_path, family: str
     llm = LLM(str(folder), enforce_eager=True, max_model_len=64)
     [output] = llm.generate("def f", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3
+    first = llm.engine.tokenizer.token_string(output.prompt_token_ids[0])
+    assert first == (other_model.BOS if family in ("llama", "mistral") else "def"), "as the family's tokenizers do"
+
+
+def test_lessons_that_compose_a_prompt_begin_no_text_in_its_middle(tmp_path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled.path("minicoder") / file, tmp_path)
+    other_model.add_bos(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    llm = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer, runner=SimpleNamespace(block_size=16)))
+    inserted, _ = edits(llm, [tokenizer.encode("a = 1\nb = 2\nc = 3\n")])
+    prompts = [far_definition(llm).token_ids, inserted.after, *requests(llm, documents(llm, 3, 200), 2)]
+    bos = tokenizer.backend.token_to_id(other_model.BOS)
+    assert all(bos not in prompt[1:] for prompt in prompts)

@@ -66,6 +66,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, yarn rope with mscale": ("Llama", rope_options("yarn", **YARN, mscale=1.4, mscale_all_dim=0.7)),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral, window": ("Mistral", {"sliding_window": 5}),
+    "mistral, window in listed layers": (
+        "Ministral",
+        {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2, window in the upper layers": (
         "Qwen2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from minillm.models.causal import CausalAttention
 from minillm.models.config_json import llama_config, model_config
 from minillm.models.loading import load_config, load_model, save_llama
 from minillm.models.rope import inverse_frequencies
-from tests.models.hf_checkpoints import CASES, LLAMA3, SHAPE, HfCheckpoint, make, respelled
+from tests.models.hf_checkpoints import CASES, LLAMA3, SHAPE, HfCheckpoint, make, respelled, rope_options
 from tests.models.naive_attention import NaiveAttention
 
 TOLERANCE = 1e-5
@@ -62,6 +63,22 @@ def test_the_families_are_told_apart_only_by_their_config(tmp_path: Path) -> Non
         config = load_config(make(case, tmp_path / case).folder)
         windows[case] = [config.window(layer) for layer in range(3)]
     assert list(windows.values()) == [[5, 5, 5], [None, 6, 6], [5, None, 5]]
+
+
+def test_a_mistral_with_listed_layers_has_windows_in_these(tmp_path: Path) -> None:
+    """transformers' auto classes, too, go by the list, not by the name."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = make("mistral, window in listed layers", tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    named = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (tmp_path / "config.json").write_text(json.dumps({**stored, **named}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        assert_close(theirs(checkpoint.token_ids[None]).logits[0], checkpoint.logits)
+    model = load_model(tmp_path, torch.float32)
+    attention = NaiveAttention(model.config)
+    assert_close(model.logits(model(checkpoint.token_ids, torch.arange(24), attention)), checkpoint.logits)
 
 
 MINIMAL = {
@@ -113,7 +130,6 @@ def test_a_model_that_would_compute_something_else_is_refused(changes: dict[str,
         ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0}, [None, None]),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, [None, 9]),
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": None}, [None, None]),
-        ("MistralForCausalLM", {"sliding_window": 9, "layer_types": ["full_attention"] * 2}, [9, 9]),
         ("MistralForCausalLM", {}, [4096, 4096]),
         ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0]}, [None, 9]),
         ("LlamaForCausalLM", {"use_sliding_window": True, "sliding_window": 9}, [None, None]),
@@ -127,7 +143,7 @@ def test_windows_as_checkpoints_of_before_spell_them(
     assert [config.window(layer) for layer in range(2)] == windows
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3"])
 @pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True, "num_hidden_layers": 30}])
 def test_missing_fields_have_the_values_that_transformers_assumes(model_type: str, changes: dict[str, object]) -> None:
     """`to_dict` states every field."""
@@ -165,6 +181,19 @@ def test_whether_rope_was_finetuned_changes_nothing() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     expected = model_config({**MINIMAL, "rope_scaling": scaling})
     assert model_config({**MINIMAL, "rope_scaling": {**scaling, "finetuned": True}}) == expected
+
+
+def test_a_factor_that_transformers_does_not_know_changes_nothing() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 16, "attn_factor": 0.8782488562869419}
+    stored = {**SHAPE, "model_type": "llama", **rope_options("yarn", **yarn)}
+    expected, expected_scale = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**json.loads(json.dumps(stored))), "cpu")
+    frequencies, scale = inverse_frequencies(model_config(stored).rope, 8)
+    torch.testing.assert_close(frequencies, expected)
+    assert scale == expected_scale == 0.1 * math.log(4) + 1
 
 
 def test_model_type_stands_in_for_a_missing_architecture() -> None:

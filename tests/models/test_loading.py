@@ -194,6 +194,28 @@ def test_each_weight_has_memory_of_its_own(
     assert len(maps) == 2 + 2 * tensors - tensors // 4
 
 
+@pytest.mark.parametrize(
+    ("matrices", "norms", "expected"),
+    [
+        (torch.bfloat16, torch.bfloat16, "bfloat16"),
+        (torch.bfloat16, torch.float32, "float32"),
+        (torch.bfloat16, torch.float16, "float32"),
+    ],
+)
+def test_a_config_without_a_dtype_has_that_of_the_weights(
+    matrices: torch.dtype, norms: torch.dtype, expected: str, folder: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert load_config(folder).dtype == "float32", "as the file states"
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": None}))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor.to(norms if tensor.ndim == 1 else matrices) for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
+    assert load_config(folder).dtype == expected
+
+
 def test_weights_take_the_dtype_that_is_asked_for(folder: Path) -> None:
     model = load_model(folder, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

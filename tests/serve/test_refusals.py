@@ -262,7 +262,7 @@ def test_a_tokenizer_without_the_tokens_refuses_a_suffix(
 ) -> None:
     monkeypatch.setattr("minillm.fill_in_the_middle.FIM_TOKENS", ("<|no such token|>",))
     answer = server.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
-    refused(answer, 400, "has no token <|no such token|>; take a model that was trained to fill gaps")
+    refused(answer, 400, "has no token <|no such token|>; take a model that marks gaps as Qwen does")
 
 
 def test_a_key_is_asked_for_under_v1_only(tiny: TinyPair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from minillm.models.rope import RotaryEmbedding, inverse_frequencies
 from minillm.ops.rope import rope as rotate
 from minillm.sampling import SamplingRow, probs_from_logits, sample
 from minillm.teaching.check_function import check_function
+from minillm.teaching.decoding import retokenization_drift
 from minillm.teaching.exercises.l01_decoding import (
     apply_rope,
     causal_attention,
@@ -29,6 +31,7 @@ from minillm.teaching.exercises.l01_decoding import (
 )
 from minillm.tokenizer import Tokenizer
 from minillm.training.recipes import TARGET
+from tests.test_tokenizer import SENTENCEPIECE
 
 SHAPES = {"num_tokens": st.integers(1, 12), "kv_heads": st.integers(1, 3), "group": st.integers(1, 3)}
 
@@ -262,3 +265,26 @@ def test_the_tokenizer_of_the_bundled_model_does_not_survive_a_round_trip_of_tex
     assert tokenizer.encode(" can") != ids
     half = tokenizer.encode("ö")[:1]
     assert tokenizer.encode(tokenizer.decode(half)) != half
+
+
+class Generated:
+    """An LLM that completes each prompt with tokens that are given."""
+
+    def __init__(self, tokenizer: Tokenizer, new: list[list[str]]) -> None:
+        self.engine = SimpleNamespace(tokenizer=tokenizer)
+        self.new = [[tokenizer.backend.token_to_id(token) for token in tokens] for tokens in new]
+
+    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool) -> list[SimpleNamespace]:
+        encoded = map(self.engine.tokenizer.encode, prompts)
+        return [
+            SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=new)])
+            for ids, new in zip(encoded, self.new, strict=True)
+        ]
+
+
+def test_the_token_in_front_of_a_text_is_no_drift():
+    llm = Generated(SENTENCEPIECE, [["bc", "\n", "a"], ["b", "c", "a"]])
+    [(number, written, returned)] = retokenization_drift(llm, ["é", "é"], 0.0)
+    assert number == 1
+    names = [list(map(SENTENCEPIECE.backend.id_to_token, ids)) for ids in (written, returned)]
+    assert names == [["<s>", "▁", "é", "b", "c"], ["<s>", "▁", "é", "bc"]]

@@ -265,11 +265,19 @@ def test_no_cell_of_the_lesson_takes_a_name_away_that_another_one_reads():
 def test_a_model_with_other_kv_heads_stays_in_its_family(tmp_path, case):
     """So the lesson's conversions run on every checkpoint that MINILLM_MODEL may name."""
     folder = make(case, tmp_path / "original").folder
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.00.pth").write_bytes(b"the weights in another format")
+    (folder / "tokenizer.json").touch()
     model = load_model(str(folder), torch.float32, "cpu")
     converted = with_kv_heads(model, 1, first_head)
     written = checkpoint(converted, str(folder), tmp_path / "converted")
     again = load_model(str(written), torch.float32, "cpu")
     assert replace(again.config, dtype="") == replace(converted.config, dtype="")
+    assert {file.name for file in written.iterdir()} - {"generation_config.json"} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     assert again.config.num_kv_heads == 1 and again.config.qk_norm == (case == "qwen3")
     for mine, theirs in zip(again.parameters(), converted.parameters(), strict=True):
         assert torch.equal(mine, theirs)

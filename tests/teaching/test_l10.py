@@ -158,15 +158,17 @@ def test_drafts_that_travel_as_text_are_compared_with_the_text_before_them(tiny:
 
 
 class CutWords:
-    """A tokenizer of the letters a and b that cuts "ab" as one token (3); 9 is special, and a decoded text hides it."""
+    """A tokenizer of the letters a and b that cuts "ab" as one token (3) and begins each text with 8. 8 and 9 are
+    special, and a decoded text hides them."""
 
-    special_ids = frozenset({9})
+    special_ids = frozenset({8, 9})
 
-    def encode(self, text: str) -> list[int]:
-        return [{"A": 3, "a": 1, "b": 2}[letter] for letter in text.replace("ab", "A")]
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [8] * add_special_tokens + [{"A": 3, "a": 1, "b": 2}[letter] for letter in text.replace("ab", "A")]
 
-    def decode(self, ids: list[int]) -> str:
-        return "".join({1: "a", 2: "b", 3: "ab", 9: ""}[token] for token in ids)
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        special = {8: "", 9: ""} if skip_special_tokens else {8: "<8>", 9: "<9>"}
+        return "".join(({1: "a", 2: "b", 3: "ab"} | special)[token] for token in ids)
 
     def token_text(self, token: int) -> str:
         return self.decode([token])

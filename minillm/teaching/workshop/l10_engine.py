@@ -15,6 +15,7 @@ from minillm.models.decoder import Decoder
 from minillm.request import Request
 from minillm.sampling import Draw, SamplingRow, probs_from_logits, sample, uniform
 from minillm.speculative.rejection_sampler import AcceptRule, Verdict, draft_distribution
+from minillm.teaching.decoding import num_leading_special, retokenized
 from minillm.teaching.submitted import submitted
 from minillm.teaching.workshop.l10_words import Judge
 from minillm.tokenizer import Tokenizer
@@ -124,7 +125,7 @@ def sampled_texts(llm: LLM, prompt: str, params: Callable[[int], SamplingParams]
 @dataclass(frozen=True)
 class RoundTrip:
     """What becomes of drafts that are sent to the target as text. Rounds with special tokens, which a decoded text does
-    not show, are left out."""
+    not show, are left out, unless they only begin the prompt."""
 
     num_rounds: int
     changed: int
@@ -145,12 +146,13 @@ def through_text(trace: Trace, tokenizer: Tokenizer, prompts: Sequence[str]) -> 
         if name is not None and name not in texts:
             texts[name] = tokenizer.encode(prompts[len(texts)])
         if isinstance(event, DraftProposed):
-            before = [*texts[name], *event.token_ids]
+            text = texts[name][num_leading_special(tokenizer, texts[name]) :]
+            before = [*text, *event.token_ids]
             if not event.token_ids or tokenizer.special_ids.intersection(before):
                 continue
-            after = tokenizer.encode(tokenizer.decode(before))
+            after = retokenized(tokenizer, before)
             num_rounds += 1
-            text_changed += after[: len(texts[name])] != texts[name]
+            text_changed += after[: len(text)] != text
             if after[-len(event.token_ids) :] != event.token_ids:
                 changed += 1
                 example = example or _ends(before, after, tokenizer)

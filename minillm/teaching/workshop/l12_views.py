@@ -166,13 +166,14 @@ class FarDefinition:
     """The blocks of the definition."""
 
 
-def far_definition(llm: LLM, between: int = 120) -> FarDefinition:
-    """A function is defined, then come `between` tokens of other code, then the text begins to call it."""
+def far_definition(llm: LLM) -> FarDefinition:
+    """A function is defined, then come 120 tokens of other code, then the text begins to call it."""
     encode, size = llm.engine.tokenizer.encode, llm.engine.runner.block_size
     other = encode(slice_prompts()["long files"][1][:3000])
-    definition = encode("def check_zebra_version(text):\n    pass\n\n")
+    definition = encode("def check_zebra_version(text):\n    pass\n\n", add_special_tokens=False)
+    call = encode("\n\n    if check_zeb", add_special_tokens=False)
     first = 2 * size + 3
-    ids = [*other[:first], *definition, *other[first : first + between], *encode("\n\n    if check_zeb")]
+    ids = [*other[:first], *definition, *other[first : first + 120], *call]
     blocks = range(first // size, (first + len(definition) - 1) // size + 1)
     return FarDefinition(ids, "def check_zebra_version", blocks)
 

@@ -132,11 +132,12 @@ def edits(llm: LLM, texts: Sequence[list[int]], place: float = 0.25) -> list[Edi
     """Two edits of each text, at the first line boundary behind `place` of it, or else the last: a comment is inserted,
     a line is deleted."""
     tokenizer, found = llm.engine.tokenizer, []
+    new = tokenizer.encode(INSERTED, add_special_tokens=False)
     for ids in texts:
         ends = [i + 1 for i, token in enumerate(ids[:-1]) if "\n" in tokenizer.decode([token])]
         start = next((end for end in ends if end >= place * len(ids)), ends[-1])
         following = next((end for end in ends if end > start + 4), len(ids))
-        found.append(Edit("insert a comment", ids, start, start, tokenizer.encode(INSERTED)))
+        found.append(Edit("insert a comment", ids, start, start, new))
         found.append(Edit("delete a line", ids, start, following, []))
     return found
 

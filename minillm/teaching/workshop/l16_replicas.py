@@ -21,7 +21,7 @@ def documents(llm: LLM, count: int, num_tokens: int) -> list[list[int]]:
     encode = llm.engine.tokenizer.encode
     ids: list[int] = []
     for prompt in held_out_prompts():
-        ids += encode(prompt.prompt)
+        ids += encode(prompt.prompt, add_special_tokens=False)
     return [ids[i * num_tokens : (i + 1) * num_tokens] for i in range(count)]
 
 
@@ -29,7 +29,8 @@ def requests(llm: LLM, texts: Sequence[Sequence[int]], count: int, hot: float = 
     """Prompts of a document and a question each. A share `hot` of them is about the first document, the others are
     about any."""
     draw = random.Random(seed)
-    questions = [llm.engine.tokenizer.encode(f"\n# question {i}\n") for i in range(count)]
+    encode = llm.engine.tokenizer.encode
+    questions = [encode(f"\n# question {i}\n", add_special_tokens=False) for i in range(count)]
     return [[*(texts[0] if draw.random() < hot else draw.choice(texts)), *question] for question in questions]
 
 
