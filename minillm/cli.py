@@ -52,9 +52,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _is_of_a_pipe(problem: OSError) -> bool:
-    """Whether the error may be that nobody reads a pipe, which Windows may report as an invalid argument."""
+    """Whether the error may be that nobody reads a pipe, which Windows may report as an invalid argument. Python gives
+    that number to most other Windows errors, too, but those have one of their own, `winerror`."""
     is_invalid = os.name == "nt" and problem.errno == errno.EINVAL and problem.filename is None
-    return is_invalid or isinstance(problem, BrokenPipeError)
+    return (is_invalid and getattr(problem, "winerror", None) is None) or isinstance(problem, BrokenPipeError)
 
 
 def _reader_has_left() -> bool:

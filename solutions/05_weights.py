@@ -850,11 +850,10 @@ claim("Fewer bits in memory, and more bytes moved.", moved["float32"] < moved["I
 
 # %% tags=["nbval-ignore-output"]
 import statistics
-import time
 
+from minillm.bench.timing import clock
 from minillm.teaching.submitted import submitted
 
-clock = time.thread_time if os.name == "posix" else time.perf_counter
 long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 

@@ -569,7 +569,8 @@ reveal("l06.prefix", computed)
 
 # %% tags=["nbval-ignore-output"]
 import statistics
-import time
+
+from minillm.bench.timing import clock
 
 shared_llm = None
 alone = {
@@ -577,7 +578,6 @@ alone = {
     "blocks of 16": LLM(NAME, **PLAIN, enable_prefix_caching=False, max_num_seqs=1),
     "blocks of 1": LLM(NAME, **PLAIN, block_size=1, enable_prefix_caching=False, max_num_seqs=1),
 }
-clock = time.thread_time if os.name == "posix" else time.perf_counter
 brief = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 seconds = {label: [] for label in alone}
 for turn in range(6):

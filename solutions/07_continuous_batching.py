@@ -367,9 +367,9 @@ claim("With the shortest first, it takes the most steps.", max(needed, key=neede
 
 # %% tags=["nbval-ignore-output"]
 import statistics
-import time
 
-clock = time.thread_time if os.name == "posix" else time.perf_counter
+from minillm.bench.timing import clock
+
 server = LLM(NAME, max_num_seqs=SEATS, num_kv_blocks=128, **WHOLE)
 
 

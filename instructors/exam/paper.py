@@ -84,7 +84,7 @@ def write_class(
     for student in students:
         folded = student.casefold()  # macOS and Windows take names that differ in case for one file
         if folded in taken or not student or NO_FILE_NAME.search(student):
-            raise ConfigError(f"student {student!r}: names must be different and work as file names on every system")
+            raise ConfigError(f"student {student!r}: names must be different and work as file names")
         taken.add(folded)
     for name in ("papers", "keys"):
         (folder / name).mkdir(parents=True, exist_ok=True)

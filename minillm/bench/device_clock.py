@@ -46,8 +46,8 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """The clock of a CPU. Single-threaded work is measured in CPU time instead of wall time, so that other load on the
-    machine does not affect it."""
+    """The clock of a CPU. On Linux, single-threaded work is measured in CPU time instead of wall time, so that other
+    load on the machine does not affect it."""
 
     device = "cpu"
 

@@ -151,6 +151,9 @@ def numba() -> Row:
     reason = _tried(NUMBA).problem
     if reason:
         meaning = "Lesson 15 does not run; in the others PyTorch replaces the step, two to eight times slower."
+        if sys.platform == "win32" and platform.machine().lower() == "arm64" and sys.version_info < (3, 12):
+            found = "there is no numba for Windows on ARM64 and a Python before 3.12"
+            return Row("compiled step", "limited", found, meaning)
         return Row("compiled step", "missing", f"numba is {reason}", meaning, _install("numba", reason))
     found = f"numba {metadata.version('numba')}"
     chip = _chip()

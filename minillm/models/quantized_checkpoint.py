@@ -132,6 +132,8 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": scheme.method, "format": FORMAT, "version": VERSION}
     config["quantization_config"] |= asdict(scheme)
+    if not (config.get("dtype") or config.get("torch_dtype")):  # the dtypes of scales do not tell that of the model
+        config["torch_dtype"] = model.config.dtype
     fills = folder.exists()  # it may be a mount point, or the folder in which a shell is: not to be replaced
     with tempfile.TemporaryDirectory(dir=folder if fills else folder.parent) as temporary:
         fresh = Path(temporary) / folder.name

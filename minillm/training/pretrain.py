@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from minillm.errors import TrainingError
+from minillm.errors import TrainingError, first_line
 from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
@@ -240,7 +240,7 @@ class Trainer:
                     optimizer.param_groups[0].update(kept)
         except (RuntimeError, ValueError, KeyError) as problem:
             raise TrainingError(
-                f"{file} is the state of another model ({str(problem).splitlines()[0][:200]}); name another folder, or "
+                f"{file} is the state of another model ({first_line(problem)}); name another folder, or "
                 f"remove {file.parent} to start again"
             ) from None
         self.step, self.tokens_seen, self.seconds = state["step"], state["tokens_seen"], state["seconds"]

@@ -326,7 +326,7 @@ def test_an_engine_that_captures_no_step_or_gives_up_says_why(
             self.engine = SimpleNamespace(runner=SimpleNamespace(executor=executor), drafter=None)
 
         def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
-            warnings.warn("steps run without CUDA graphs from now on: not permitted", RuntimeWarning, stacklevel=2)
+            warnings.warn("new shapes run without CUDA graphs from now on: not permitted", RuntimeWarning, stacklevel=2)
             return []
 
     monkeypatch.setattr(minillm, "LLM", Uncaptured)
@@ -425,7 +425,10 @@ HALF_FIRST = [
     *("half decode, nothing read", "half decode, nothing read, MBU", "half batch 1", "half batch 2"),
     *("half prefill 9", "half prefill 9, MFU", "half prefill 30", "half prefill 30, MFU"),
 ]
-INT8_AFTER = ["int8 decode", "int8 decode, MBU", "int8 over half", "int8 verify 5 / decode 1"]
+INT8_AFTER = [
+    *("int8 decode", "int8 decode, MBU", "half decode, beside int8", "int8 over half"),
+    *("int8 over half, by the two times", "int8 verify 5 / decode 1"),
+]
 
 
 @pytest.mark.parametrize(
@@ -433,7 +436,7 @@ INT8_AFTER = ["int8 decode", "int8 decode, MBU", "int8 over half", "int8 verify 
     [
         ("quantize_model", fails(), "int8 weights", INT8_AFTER),
         ("fast_runner", no_int8_cache, "int8 + int8 KV", []),
-        ("_int8_gain", fails(), "int8 decode", INT8_AFTER[:3]),
+        ("_int8_gain", fails(), "int8 decode", INT8_AFTER[:-1]),
         ("_batch", fails(), "batch 1", ["half batch 1", "half batch 2"]),
         ("_prefill", fails(), "prefill", [name for name in HALF_FIRST if "prefill" in name]),
     ],
@@ -486,7 +489,7 @@ def test_a_format_that_fails_costs_neither_the_others_nor_their_gains(
     kinds = {"": "half", "int8": "int8", "int4": "int4"}
     worked = [name for kind, name in kinds.items() if kind != broken]
     each = [f"decode after 100, {name} KV{more}" for name in worked for more in ("", ", bandwidth")]
-    assert names(report) == each + gains
+    assert names(report) == each + [gain + how for gain in gains for how in ("", ", by the two times")]
     assert report.so_far().notes.keys() == {f"decode after 100, {kinds[broken]} KV failed"}
 
 

@@ -254,13 +254,23 @@ def test_a_reader_that_has_left_is_noticed_after_the_failed_write_too(
 def test_on_windows_a_reader_that_has_left_may_be_an_invalid_argument(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    class Problem(OSError):
+        winerror: int | None = None
+
+    problem = Problem(errno.EINVAL, "Invalid argument")
+
     def fail(_: object) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
+        raise problem
 
     monkeypatch.setattr(cli, "_run", fail)
     monkeypatch.setattr(cli, "_reader_has_left", lambda: True)
     monkeypatch.setattr(cli, "os", SimpleNamespace(name="nt"))
     assert (cli.main([]), capsys.readouterr().err) == (0, "")
+    monkeypatch.setattr(problem, "winerror", 126)  # a library that Windows does not find: no pipe
+    assert (cli.main([]), capsys.readouterr().err) == (2, "minillm: Invalid argument\n")
+    monkeypatch.undo()
+    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(cli, "_reader_has_left", lambda: True)
     monkeypatch.setattr(cli, "os", SimpleNamespace(name="posix"))
     assert (cli.main([]), capsys.readouterr().err) == (2, "minillm: Invalid argument\n")
 

@@ -91,6 +91,15 @@ def test_what_is_written_is_read_bit_for_bit(method: str, source: Path, tmp_path
     assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
 
 
+def test_the_dtype_of_weights_whose_configuration_states_none_is_kept(source: Path, tmp_path: Path) -> None:
+    """The scales' own dtype is another."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "torch_dtype": None}))
+    assert load_config(source).dtype == "float16"
+    save_quantized(quantised(source, make_scheme("int8")), source, tmp_path / "out")
+    assert load_config(tmp_path / "out").dtype == "float16"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_engine_gives_the_same_tokens_from_memory_and_from_disk(
     method: str, tiny: TinyPair, tmp_path: Path

@@ -142,8 +142,11 @@ def test_without_numba_the_engine_runs_in_pytorch_and_the_doctor_says_why(monkey
 
     monkeypatch.setattr(checks, "_tried", lambda question: import_probe.Answer("not installed"))
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(platform, "machine", lambda: "ARM64")  # which has numba too
+    monkeypatch.setattr(platform, "machine", lambda: "ARM64")
+    monkeypatch.setattr(sys, "version_info", (3, 12, 0))
     assert checks.numba().fix == "pip install numba"
+    monkeypatch.setattr(sys, "version_info", (3, 11, 9))
+    assert checks.numba().found.startswith("there is no numba for") and not checks.numba().fix
 
 
 def also_here() -> list[str]:
