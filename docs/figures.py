@@ -28,6 +28,7 @@ from results import (
     number,
     ratio,
     row_of,
+    table_head,
 )
 
 from minillm.bench import processors
@@ -110,7 +111,8 @@ HEADLINES = (
 
 def headline_table() -> str:
     """The README's table."""
-    lines = ["| measured | rounds | tokens/s | speed over others |", "|---|---|---|---|"]
+    heads = ["measured", "rounds", "tokens/s of all requests (prefill: prompt tokens/s)", "speed over others"]
+    lines = table_head(heads)
     for headline in HEADLINES:
         found = {
             row["baseline"]: row
@@ -171,8 +173,9 @@ def headline_words() -> str:
         extremes = " Lines with `(lowest to highest)` have those in brackets in place of the interval of the median."
     text = (
         "With the bundled model in float32 all systems gave the same tokens; with other weights or dtypes greedy "
-        "outputs differ between systems. The speed-up by speculation is below the tokens per forward, "
-        "because drafts cost time and verifying costs more than decoding. With four drafts of the draft model (W8A8) "
+        "outputs differ between systems (how far: `same tokens` in docs/measured.md). The speed-up by speculation is "
+        "below the tokens per forward, because drafts cost time and verifying costs more than decoding. With four "
+        "drafts of the draft model (W8A8) "
         f"in every round the tokens per forward and the speed-up are {drafted}. With 8-bit weights a step is shorter, "
         "so saving one gains less. In these lines the number of drafts is fixed; by default the engine drafts as many "
         "as it predicts to pay (lesson 11). `suffix` drafts need repetitive text. With AMX, minillm in bf16 prefills "

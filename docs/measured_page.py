@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +22,11 @@ from results import (
     table_head,
 )
 from speculation_page import speculation
+from technique_figures import drafting, repeated_completions
 
 from minillm.bench.kernel_products import SCHEMES
 from minillm.bench.ladder import CLAIMED
+from minillm.bench.tables import same_tokens
 
 COLUMNS = ("prompt_tokens", "setting", "condition", "steps", "tokens_per_forward", "kv_bytes_per_token")
 """Values of a row's `config` that have a column of their own, if they are there."""
@@ -44,12 +47,52 @@ class Section:
 
 
 def verification() -> str:
-    """What a forward over five tokens costs, and with which draft it is compared."""
+    """What a forward over five tokens costs, with which draft it is compared, and what the engine adds."""
     cost = {name: row_of("verify", f"minillm {name} verify 5")["config"]["verify_over_decode"] for name in PRECISIONS}
-    quantization = load("verify")["config"]["draft_quantization"]
+    config = load("verify")["config"]
+    promised, measured = [], []
+    for name, v in cost.items():
+        c = row_of("verify", f"minillm {name} draft decode 1")["config"]["draft_over_target"]
+        gain = row_of("decode", f"minillm {name} + draft", f"minillm {name}")
+        tokens, drafts = gain["config"]["tokens_per_forward"], config["verified_tokens"] - 1
+        promised.append(f"{tokens / (drafts * c + v):.2f} ({name})")
+        measured.append(f"{gain['ratio']:.2f}")
+    within = [row["config"]["v"] for row in drafting("draft_model")]
     return (
         f"The five tokens cost {', '.join(f'{value:.2f} times one ({name})' for name, value in cost.items())}. "
-        f"The draft model is quantised to {quantization}."
+        f"The draft model is quantised to {config['draft_quantization']}. These forwards run without the engine. Their "
+        f"`c` and `v` promise the `+ draft` lines of the first table a speed-up, τ / ({drafts}c + v), of "
+        f"{', '.join(promised)}; measured were {', '.join(measured)}. In the engine `v` is {min(within):.2f} to "
+        f"{max(within):.2f} in fp32 (`benchmarks/speculation.json`)."
+    )
+
+
+FAR = 0.15
+"""Two times of a step differ if they are this share apart, more than the engine explains."""
+
+
+def apart_from_decoding() -> str:
+    """Where a step alone and a step of the engine, in different runs, are too far apart; empty if nowhere."""
+    alone = {name: row_of("verify_0.4b", f"minillm {name} decode 1")["p50_ms"] for name in PRECISIONS}
+    engine = {name: row_of("decode_0.4b", f"minillm {name}")["p50_ms"] for name in PRECISIONS}
+    far = [name for name in PRECISIONS if engine[name] / alone[name] - 1 > FAR]
+    if not far:
+        return ""
+    steps = ", ".join(f"{alone[name]:.3g} and {engine[name]:.3g} ms ({name})" for name in PRECISIONS)
+    return (
+        f"A step over a single token takes, here and in the table before, {steps}. The two are of different runs, and "
+        f"why {' and '.join(far)} differs so much is not known: compare only within a table."
+    )
+
+
+def repeated_prompts() -> str:
+    """What is said of a result that has a ratio for each completion; a newer one has one for each round."""
+    config = load("latency")["config"]
+    if "prompts" in config:
+        return ""
+    return (
+        f"Ratios and brackets are over pairs of {repeated_completions()}, as if all were independent. Repeats of one "
+        "prompt are not, so the brackets may be too narrow."
     )
 
 
@@ -101,6 +144,8 @@ def prefill_peers(file: str) -> str:
 PRECISIONS = ("fp32", "int8", "w8a8")
 
 PROMPT = ("prompt token", "prompt tokens/s")
+TOGETHER = ("token of all requests", "tokens/s of all requests")
+MIXED = "vLLM computes in bf16, as `minillm continuous bf16` does, `minillm continuous` in fp32 on the same weights."
 SECTIONS = (
     Section(
         "decode",
@@ -133,14 +178,17 @@ SECTIONS = (
         "Outputs of 8 to 256 tokens with a heavy tail, greedy, float32, prefill included. transformers' padded batches "
         "use its growing cache; its preallocated one was not tried. `+ draft` drafts three tokens per round, while at "
         "most three requests are unfinished; `+ suffix` drafts always.",
-        derived=partial(at_a_time, "batch"),
+        *TOGETHER,
+        partial(at_a_time, "batch"),
     ),
     Section(
         "serve",
         "The HTTP server with 32 clients",
         "64 requests of up to 192 prompt tokens and 128 new ones, greedy, float32, without prefix caching. Answers are "
-        "whole, with `streamed` token by token; vLLM's server answers the same client, whole.",
-        derived=shared_processors,
+        "whole, with `streamed` token by token; vLLM's server answers the same client, whole. The memory of `offline` "
+        "is that of 32 of the requests.",
+        *TOGETHER,
+        shared_processors,
     ),
     Section(
         "prefill",
@@ -156,6 +204,7 @@ SECTIONS = (
         "24 tokens of code after a prompt of 200, in fp32 where nothing else is said. `warm` finds the prompt in the "
         "prefix cache.",
         "completion",
+        derived=repeated_prompts,
     ),
     Section(
         "decode_0.4b",
@@ -169,12 +218,14 @@ SECTIONS = (
         "A forward over five tokens against one over a single token, at this shape.",
         "forward",
         "forwards/s",
+        apart_from_decoding,
     ),
     Section(
         "batch_0.4b",
         "32 requests at 0.4 billion parameters",
-        "vLLM computes in bf16, as `minillm continuous bf16` does.",
-        derived=partial(at_a_time, "batch_0.4b"),
+        MIXED,
+        *TOGETHER,
+        partial(at_a_time, "batch_0.4b"),
     ),
     Section(
         "decode_0.4b_xeon",
@@ -193,8 +244,9 @@ SECTIONS = (
     Section(
         "batch_0.4b_xeon",
         "32 requests at 0.4 billion parameters, with AMX",
-        "vLLM computes in bf16, as `minillm continuous bf16` does.",
-        derived=partial(at_a_time, "batch_0.4b_xeon"),
+        MIXED,
+        *TOGETHER,
+        partial(at_a_time, "batch_0.4b_xeon"),
     ),
     Section(
         "ladder",
@@ -202,7 +254,8 @@ SECTIONS = (
         'The claims of "Mastering KV Cache Compression and Speculative Decoding", with every setting declared '
         "(`minillm/bench/ladder.py`): one technique at a time added to `plain`, and all of them. 16 requests, one "
         "after the other where they are not batched, prefill included.",
-        derived=claims,
+        *TOGETHER,
+        claims,
     ),
     Section(
         "threads",
@@ -225,7 +278,7 @@ def _how(file: str, result: Result) -> str:
     """Rounds, if there are any, machine, versions, revision and weights of a result."""
     hardware, versions, config = result["hardware"]["cpu"], result["versions"], result["config"]
     threads = f"{config['threads']} thread{'s' * (config['threads'] != 1)} on " if "threads" in config else ""
-    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version) + _vllm(result)
     weights = "" if is_of_bundled_weights(file) else f" Measured {EARLIER}."
     machine = f"{threads}{hardware['name']} ({', '.join(hardware['simd'])})"
     brackets = ""
@@ -235,6 +288,15 @@ def _how(file: str, result: Result) -> str:
         f"{_rounds(result)}{machine}. {used}. Revision {revision(result)}.{weights}{brackets} "
         f"Results: `benchmarks/{file}.json`."
     )
+
+
+def _vllm(result: Result) -> str:
+    """vLLM's version and that of its PyTorch, as far as they were recorded: it has an environment of its own."""
+    at = next((row["config"] for row in result.get("rows", ()) if row.get("system", "").startswith("vLLM")), None)
+    if at is None:
+        return ""
+    torch = f" with torch {at['vllm_torch']}" if "vllm_torch" in at else ""
+    return f", vLLM {at.get('vllm', '(version not recorded)')}{torch}"
 
 
 def _rounds(result: Result) -> str:
@@ -248,10 +310,12 @@ def _rounds(result: Result) -> str:
 
 
 def _table(part: Section, result: Result) -> str:
-    """One row per system, prompt length and condition; what it is compared with stands in the last column."""
+    """One row per system, prompt length and condition; what it is compared with stands after the figures. Then follows,
+    if some system gives other tokens than one that it is compared with, whether they are the same."""
     also = [key for key in COLUMNS if any(key in row["config"] for row in result["rows"])]
     heads = ["system", *(key.replace("_", " ") for key in also), part.rate, f"ms per {part.unit}"]
-    lines = [*table_head([*heads, "peak MB", "speed over"])]
+    differ = any(row["outputs_equal"] is False for row in result["rows"])
+    lines = [*table_head([*heads, "peak MB", "speed over", *["same tokens"] * differ])]
     systems: dict[tuple[Any, ...], list[Result]] = {}
     for row in result["rows"]:
         key = (row["system"], row["config"].get("prompt_tokens"), row["config"].get("condition"))
@@ -262,6 +326,8 @@ def _table(part: Section, result: Result) -> str:
         cells = [first["system"], *(_cell(first["config"].get(key)) for key in also)]
         cells += [number(first["tokens_per_s"]), f"{first['p50_ms']:.3g}", number(peak and peak / 1e6)]
         cells.append("<br>".join(f"{ratio(row)} {row['baseline']}" for row in rows if row["baseline"]))
+        same = [same_tokens(row) for row in rows if row["baseline"]]
+        cells += ["<br>".join(same if len(set(same)) > 1 else same[:1])] * differ
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -272,21 +338,29 @@ def kernels() -> str:
     compiled = {row["config"]["op"] for row in result["rows"] if row["config"]["implementation"] == "compiled"}
     lacking = [f"`{name}`" for name in SCHEMES if name not in compiled]
     later = f"The result lacks the compiled {' and '.join(lacking)}, which came later.\n" if lacking else ""
-    lines = table_head(["op", "tokens in the cache", "µs", "of a copy's bandwidth", "speed over the reference"])
-    for row in result["rows"]:
+    heads = ["op", "tokens in the cache", "µs", "of a copy's bandwidth", "speed over the reference"]
+    lines = table_head([*heads, "over the engine's PyTorch"])
+    shown = [row for row in result["rows"] if (row["config"]["shape"], row["config"]["tokens"]) == ("0.4b", 1)]
+    pytorch = {_op(row): row["config"] for row in shown if row["config"]["implementation"] == "pytorch"}
+    for row in shown:
         at = row["config"]
-        if (at["implementation"], at["shape"], at["tokens"]) == ("compiled", "0.4b", 1):
+        if at["implementation"] == "compiled":
             kind = "cold" if "cold_us" in at else "warm"
             share = f"{at['cold_of_copy']:.0%}" if kind == "cold" else "in cache"
+            took, own = at[f"{kind}_us"], pytorch.get(_op(row))
+            over = f"{own[f'{kind}_us'] / took:.2f}×" if own else ""
             name = f"{at['op']} {at['kind']}".strip()
-            lines.append(f"| {name} | {_cell(at['context'])} | {_short(at[f'{kind}_us'])} | {share} | {ratio(row)} |")
+            lines.append(f"| {name} | {_cell(at['context'])} | {_short(took)} | {share} | {ratio(row)} | {over} |")
     return (
         f"""## Single ops
 
 Every op of the compiled step by itself, for one token at the shape of 0.4 billion parameters, with weights, keys and
 values that are not in the processor's cache, except where the table says so. Bytes are modelled: the least that the op
 can move. A copy also writes, so an op that only reads can exceed its bandwidth. `minillm bench kernels` has the other
-shapes and numbers of tokens. The reference is the op written plainly in PyTorch, not the fastest way to write it there.
+shapes and numbers of tokens. The reference is the op written plainly in PyTorch, not the fastest way to write it there;
+where the engine has a faster way in PyTorch, the last column compares with that, by the medians. PyTorch is called from
+Python, the compiled function from compiled code, each as in the engine: where an op takes only some µs, the ratio is
+mostly that of the calls.
 {later}
 {_how("kernels", result)}
 
@@ -294,6 +368,11 @@ shapes and numbers of tokens. The reference is the op written plainly in PyTorch
         + "\n".join(lines)
         + "\n"
     )
+
+
+def _op(row: Result) -> tuple[Any, ...]:
+    """Which op a row of `bench kernels` is of."""
+    return tuple(row["config"][key] for key in ("op", "kind", "context"))
 
 
 def _short(value: float) -> str:
@@ -306,14 +385,19 @@ def _cell(value: Any) -> str:
 
 def measured(begin: str) -> str:
     """The text of `docs/measured.md`. `begin`: its first mark."""
-    head = f"""# Measured
-
-{begin.strip()}
-
-`minillm bench` alternates between the systems within one run, with the same checkpoint, prompts and threads; a
-system's name says in which precision it computes. A ratio is the median over pairs of runs of the same round. In
-brackets is where the true median lies with a probability of 95%, or from fewer than six rounds the lowest and the
-highest. An absolute number holds only for its machine, and other work shared these machines. A system has a line for
-each prompt length. `setting` is the one in which a peer was fastest in short trials.
-"""
+    words = (
+        "`minillm bench` alternates between the systems within one run, with the same checkpoint, prompts and threads; "
+        "a system's name or its section says in which precision it computes, llama.cpp's name that of its weights (its "
+        "attention is as `setting` says). A ratio is the median over pairs of runs of the same round. In brackets is "
+        "where the true median lies with a probability of 95%, if rounds are independent, or from fewer than six "
+        "rounds the lowest and the highest. An absolute number holds only for its machine, and other work shared these "
+        "machines. A system has a line for each prompt length. `setting` is the one in which a peer was fastest in "
+        "short trials. `same tokens` tells, for each system of `speed over` or once for all, whether the tokens are "
+        "equal, and if not, which share of them precedes the first difference.\n\n"
+        "`peak MB` is the peak resident memory of a process that loads the system and runs it once, so imports, "
+        "compiling and quantising are part of it. That of vLLM and of servers is of the processes that ran all rounds, "
+        "summed; vLLM is given 1 GiB for its KV cache."
+    )
+    filled = "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in words.split("\n\n"))
+    head = f"# Measured\n\n{begin.strip()}\n\n{filled}\n"
     return "\n".join([head, *map(section, SECTIONS), speculation(_how), ablations(_how), kernels()])

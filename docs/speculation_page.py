@@ -52,11 +52,30 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. A kind has "
         f"{at['prompts_per_slice']} prompts; several requests at a time are these prompts, repeated. {equal} Speed-ups "
         "are means over the kinds of text, with the lowest and the highest in brackets. What counts is the time of "
-        "the steps in which all requests decode; one that ends makes room for the next. `adaptive`, the "
+        f"the steps in which all requests decode; one that ends makes room for the next.{_uneven_weights(rows)} "
+        "`adaptive`, the "
         "default, drafts as many tokens as it predicts to pay, and rests where that loses. `likely draft_model` ends a "
         "chain where the product of the draft model's probabilities falls below 0.1, and `suffix or draft_model` asks "
         "such a draft model where suffix decoding finds fewer than three tokens. Each number of requests was measured "
         f"in a run of its own{_other_revisions(result)}.{_fewer_texts(rows, slices)}"
+    )
+
+
+def _uneven_weights(rows: Sequence[Result]) -> str:
+    """How far τ with several requests is from that of the same method and texts with one; empty if only one ran."""
+
+    def line(row: Result) -> tuple[str, ...]:
+        return row["system"], row["config"]["weights"], row["config"]["slice"]
+
+    fixed = [row for row in rows if not row["system"].endswith(ADAPTIVE)]
+    alone = {line(row): row["config"]["tau"] for row in fixed if row["config"]["batch"] == 1}
+    several = [row for row in fixed if row["config"]["batch"] > 1 and line(row) in alone]
+    if not several:
+        return ""
+    gaps = [abs(row["config"]["tau"] / alone[line(row)] - 1) for row in several]
+    return (
+        " So with several requests, prompts that need few steps count more: τ of a fixed number of drafts is up to "
+        f"{max(gaps):.0%} from that with one request, {statistics.mean(gaps):.0%} on average."
     )
 
 

@@ -34,6 +34,12 @@ def counted_steps(system: str) -> int:
     return next(int(r["config"]["steps"]) for r in load("batch")["rows"] if r["system"] == system)
 
 
+def repeated_completions() -> str:
+    """How many completions of how many prompts the latency benchmark has timed."""
+    at = load("latency")["config"]
+    return f"{at['completions']} completions of {at['completions'] // at['rounds']} prompts"
+
+
 def counted(file: str, system: str, key: str) -> str:
     """A counted figure of one system, in a committed result."""
     return f"{next(r for r in load(file)['rows'] if r['system'] == system)['config'][key]:,}"

@@ -32,6 +32,7 @@ from technique_figures import (
     on_long_files,
     recalled,
     recalled_from,
+    repeated_completions,
     speed_up,
     tokens_per_round,
     whole_and_without,
@@ -164,7 +165,10 @@ ROWS = (
         "Prefix caching",
         "no single figure",
         "`minillm bench latency`; lesson 6",
-        lambda: f"{ratio(row_of('latency', 'warm', 'cold'))} for a completion of 24 tokens after a prompt of 200",
+        lambda: (
+            f"{ratio(row_of('latency', 'warm', 'cold'))} for a completion of 24 tokens after a prompt of 200 "
+            f"({repeated_completions()})"
+        ),
         "Exact, and about half of the time of such a completion is gone.",
         lambda: 1.7 < row_of("latency", "warm", "cold")["ratio"] < 2.4,
     ),
@@ -266,7 +270,7 @@ ROWS = (
         ),
     ),
     Row(
-        "Suffix decoding, and a model where it finds fewer than three tokens (Arctic)",
+        "Suffix decoding, and a model where it finds too little (Arctic; here: fewer than three tokens)",
         "HumanEval, tokens/s: plain 77, n-grams 100, suffix 148, a model beside it 217",
         '`"method": "suffix"`, `"suffix_decoding_max_cached_requests": 0`, with `"fallback_below": 3` and `"fallback": '
         '{"method": "draft_model", "min_survival": 0.1}`; `minillm bench speculation`; lesson 11',
@@ -671,9 +675,9 @@ def page() -> str:
         "Speed-ups of drafting methods are of fp32 and, where nothing else is said, one request, with four drafts in",
         'each round (`"adaptive": False`); by default the engine drafts only where it predicts a gain '
         "([all](measured.md)).",
-        "In brackets after a speed-up is where the true median lies with a probability of 95%, or from fewer than six",
-        "rounds the lowest and the highest. Those `by kind of text` and those of `minillm bench beside` are always the",
-        "lowest and the highest.",
+        "In brackets after a speed-up is where the true median lies with a probability of 95%, if rounds are",
+        "independent, or from fewer than six rounds the lowest and the highest. Those `by kind of text` and those of",
+        "`minillm bench beside` are always the lowest and the highest.",
         *_earlier(),
         "",
         *table_head(["technique", "claimed", "runs with", "measured here", "verdict"]),

@@ -67,6 +67,52 @@ def test_brackets_of_a_technique_are_those_of_the_tables(
     assert f"| {shown} for a completion of 24 tokens" in techniques.page() and f"{shown} cold |" in figures.measured()
 
 
+def test_a_table_tells_where_tokens_differ(results: ModuleType) -> None:
+    page = importlib.import_module("measured_page")
+    part, result = page.SECTIONS[0], copy.deepcopy(results.load("decode"))
+    [line] = [line for line in page._table(part, result).splitlines() if line.startswith("| llama.cpp Q8_0 |")]
+    of_line = [row for row in result["rows"] if row["system"] == "llama.cpp Q8_0"]
+    assert len(of_line) == 2 and line.endswith(f"| no, first {of_line[0]['same_start']:.0%} |")
+    of_line[1]["outputs_equal"] = True
+    assert f"first {of_line[0]['same_start']:.0%}<br>yes |" in page._table(part, result)
+    for row in result["rows"]:
+        row["outputs_equal"] = row["baseline"] and True
+    assert "same tokens" not in page._table(part, result)
+
+
+def test_the_version_of_vllm_is_told_as_far_as_it_is_known(results: ModuleType) -> None:
+    page = importlib.import_module("measured_page")
+    result = copy.deepcopy(results.load("batch_0.4b"))
+    assert ", vLLM 0.32.0. Revision" in page._how("batch_0.4b", result) and "vLLM" not in page._vllm({"rows": []})
+    at = result["rows"][0]["config"]
+    at["vllm_torch"] = "2.13"
+    assert page._vllm(result) == ", vLLM 0.32.0 with torch 2.13"
+    at.clear()
+    assert page._vllm(result) == ", vLLM (version not recorded)"
+
+
+def test_a_compiled_op_is_compared_with_the_engines_pytorch_too(results: ModuleType) -> None:
+    page = importlib.import_module("measured_page")
+    us = {
+        row["config"]["implementation"]: row["config"]["cold_us"]
+        for row in results.load("kernels")["rows"]
+        if [row["config"][key] for key in ("op", "shape", "tokens")] == ["w8a8_linear", "0.4b", 1]
+    }
+    found = {line.split(" | ")[0]: line for line in page.kernels().splitlines()}
+    assert found["| w8a8_linear"].endswith(f"| {us['pytorch'] / us['compiled']:.2f}× |")
+    assert found["| int8_linear"].endswith("|  |"), "the engine has no other way in PyTorch"
+
+
+def test_what_is_said_of_two_measurements_goes_when_they_are_made_anew(
+    results: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("measured_page")
+    assert "w8a8 differs so much" in page.apart_from_decoding() and page.repeated_prompts()
+    monkeypatch.setattr(page, "row_of", lambda *names: {"p50_ms": 9.0})
+    monkeypatch.setattr(page, "load", lambda file: {"config": {"prompts": 8}})
+    assert page.apart_from_decoding() == page.repeated_prompts() == ""
+
+
 def test_a_readme_without_its_marks_is_refused(figures: ModuleType) -> None:
     with pytest.raises(ValueError, match="once"):
         figures.with_table("# minillm\n")
@@ -90,6 +136,7 @@ def test_a_figure_is_taken_from_its_own_row(figures: ModuleType) -> None:
         ("Verifying at 0.4 billion parameters", "forwards/s", "ms per forward"),
         ("Prefill", "prompt tokens/s", "ms per prompt token"),
         ("Decoding, batch 1", "tokens/s", "ms per token"),
+        ("32 requests at once", "tokens/s of all requests", "ms per token of all requests"),
     ],
 )
 def test_a_table_says_what_was_counted(figures: ModuleType, title: str, rate: str, time: str) -> None:
@@ -403,9 +450,26 @@ def test_a_verdict_on_an_idea_that_no_longer_holds_is_not_written(
 
 def test_what_a_gpu_missed_is_named_in_words_and_large_figures_have_no_exponent(figures: ModuleType) -> None:
     page = importlib.import_module("gpu_page")
-    assert all(metric["name"] in page.WORDS for run in page.RUNS for _, metric in page._missed(run))
+    missed = [metric["name"] for run in page.RUNS for _, metric in page._missed(run)]
+    assert all(name.removesuffix(page.BY_TIMES) in page.WORDS for name in missed)
     shown = [page._digits(value, 3) for value in (0.75, 12.34, 99.96, 999.9, 36176.2)]
     assert shown == ["0.75", "12.3", "100", "1,000", "36,176"]
+
+
+@pytest.mark.parametrize(("half_ms", "told"), [(6.6, [None, "≥ 1.6"]), (7.2, ["≥ 1.6", None])])
+def test_a_target_of_a_gain_on_a_gpu_counts_for_the_weaker_baseline(
+    figures: ModuleType, half_ms: float, told: list[str | None]
+) -> None:
+    """A run may tell only the gain over the baseline that was timed in turn."""
+    page = importlib.import_module("gpu_page")
+    times = [Metric(name, ms, "ms", MEASURED) for name, ms in (("half decode", half_ms), ("int8 decode", 4.4))]
+    gain = Metric("int8 over half", 1.61, "times", MEASURED, 1.6, 1.62, "≥ 1.6", True)
+    found = list(page._with_quotients([asdict(metric) for metric in (*times, gain)]))
+    assert [metric["name"] for metric in found[2:]] == ["int8 over half", "int8 over half, by the two times"]
+    assert found[3]["value"] == half_ms / 4.4 and found[3]["low"] is None
+    assert [metric["target"] for metric in found[2:]] == told
+    assert [metric["met"] for metric in found[2:]] == [None if target is None else half_ms > 7 for target in told]
+    assert list(page._with_quotients(found)) == found, "a newer run has both"
 
 
 def test_a_default_that_is_faster_than_the_best_tiles_tells_the_noise(figures: ModuleType) -> None:

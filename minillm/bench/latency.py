@@ -4,8 +4,8 @@
 but its last few tokens are in the prefix cache, as when an editor asks again in the same file. Both include prefill,
 decode and detokenising. `cold` and `warm` without an engine's name are full precision; `warm int8 + draft` is that
 engine. A few tokens that do not count come before `cold`, so that both find the engine's weights in the processor's
-caches. Percentiles are over completions, not over tokens. A ratio is the median over pairs of completions of the same
-prompt in the same round.
+caches. Percentiles are over completions, not over tokens. A ratio is the median over rounds, in each of which the time
+of all prompts together counts: repeats of one prompt are not independent, so they would make the interval too narrow.
 """
 
 from __future__ import annotations
@@ -105,13 +105,14 @@ def run(
     for engine in engines:
         build = f"Engine({engine.name!r}, {model!r}, {draft!r}, {drafts})"
         peak = peak_memory_of(f"from {__name__} import Engine; {build}.complete({ids[0]!r}, {new_tokens})")
-        rows += rows_of(engine, engines[0], new_tokens, peak)
+        rows += rows_of(engine, engines[0], new_tokens, rounds, peak)
     config = {
         "model": model,
         "draft": draft,
         "batch": 1,
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": new_tokens,
+        "prompts": prompts,
         "completions": rounds * prompts,
         "num_speculative_tokens": drafts,
         "sampling": "greedy",
@@ -143,10 +144,10 @@ def measure(engines: Sequence[Engine], prompts: Sequence[list[int]], rounds: int
                     engine.forget()
 
 
-def rows_of(engine: Engine, first: Engine, new_tokens: int, peak: int | None) -> list[Row]:
+def rows_of(engine: Engine, first: Engine, new_tokens: int, rounds: int, peak: int | None) -> list[Row]:
     """An engine's cold row, compared with the first engine's cold row, and its warm row, compared with its cold one."""
     others = {"cold": None if engine is first else (first, "cold"), "warm": (engine, "cold")}
-    return [_row(engine, kind, other, new_tokens, peak) for kind, other in others.items()]
+    return [_row(engine, kind, other, new_tokens, rounds, peak) for kind, other in others.items()]
 
 
 def system_name(kind: str, engine: str) -> str:
@@ -160,12 +161,21 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
-def _row(engine: Engine, kind: str, other: tuple[Engine, str] | None, new_tokens: int, peak: int | None) -> Row:
+def _per_round(seconds: Sequence[float], rounds: int) -> list[float]:
+    """The time of all prompts together, in each round."""
+    prompts = len(seconds) // rounds
+    return [sum(seconds[i : i + prompts]) for i in range(0, len(seconds), prompts)]
+
+
+def _row(
+    engine: Engine, kind: str, other: tuple[Engine, str] | None, new_tokens: int, rounds: int, peak: int | None
+) -> Row:
     seconds, tokens = engine.seconds[kind], engine.tokens[kind]
     ratios, equal, same = [], None, None
     if other is not None:
         base, base_kind = other
-        ratios = [b / own for b, own in zip(base.seconds[base_kind], seconds, strict=True)]
+        pairs = zip(_per_round(base.seconds[base_kind], rounds), _per_round(seconds, rounds), strict=True)
+        ratios = [b / own for b, own in pairs]
         equal = tokens == base.tokens[base_kind]
         same = common_prefix_share(tokens, base.tokens[base_kind])
     median = statistics.median(seconds)

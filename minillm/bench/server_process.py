@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -23,6 +24,8 @@ class ServerProcess:
 
     def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
         """Start `minillm serve` and wait until it listens. Raises `ConfigError` if it does not."""
+        self.versions: dict[str, str] = {}
+        """Library → version, of a server from another environment."""
         command = [sys.executable, "-m", "minillm.cli", "serve", model, "--port", "0"]
         command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -68,17 +71,20 @@ class VllmServerProcess(ServerProcess):
         `ConfigError` if the interpreter cannot be run, if the server ends, or if it does not answer in
         `START_SECONDS`."""
         port = free_port()
-        self.url = f"http://127.0.0.1:{port}/v1"
+        root = f"http://127.0.0.1:{port}"
+        self.url = f"{root}/v1"
         command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
         command += ["--served-model-name", model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *flags]
         self.process = start_vllm(command, cpu_environment(threads), stdout=subprocess.DEVNULL)
         began = time.monotonic()
         try:
-            while not _is_healthy(f"http://127.0.0.1:{port}/health"):
+            while not _is_healthy(f"{root}/health"):
                 if self.process.poll() is not None or time.monotonic() - began > START_SECONDS:
                     raise ConfigError(f"vLLM's server under {interpreter} did not start; its error is above")
                 time.sleep(0.5)
+            with open_own(f"{root}/version", timeout=5) as answer:
+                self.versions = {"vllm": json.load(answer)["version"]}
         except BaseException:  # also an interrupt
             self.close()
             raise

@@ -1,8 +1,9 @@
 """The cost of verification: one forward over five tokens of a request, compared with one over a single token.
 
 Speculation is faster if five tokens cost little more than one: its speed-up is τ / (γ·c + v), with
-v = t(verify) / t(decode) and c = t(draft) / t(target), both measured here. The two forwards run in turn on the model
-runner, without engine and sampling, for the same request with 128 tokens in the cache.
+v = t(verify) / t(decode) and c = t(draft) / t(target). The two forwards run in turn on the model runner, without engine
+and sampling, for the same request with 128 tokens in the cache. In the engine a round also schedules, judges and
+commits, so with these c and v the speed-up may come out too high; `bench speculation` measures both in the engine.
 
 `ratio` is t(decode 1) / t(verify 5), so that larger is better as in other benchmarks; `verify_over_decode` is v. In the
 draft's row, `ratio` is t(target) / t(draft), which is 1 / c. The draft is quantised as in the other benchmarks.

@@ -35,7 +35,7 @@ class VllmPeer:
         self.process = start_vllm(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             self.details: dict[str, Any] = self._ask(json.dumps(spec))
-            """vLLM's version and number of threads."""
+            """The versions of vLLM and of its PyTorch, and the number of threads."""
         except BaseException:  # also an interrupt: while it loads, it does not see that its input ends
             self.process.kill()
             self.close()
@@ -122,7 +122,8 @@ def serve() -> None:
         vllm.SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         for length in spec["lengths"]
     ]
-    print(json.dumps({"vllm": vllm.__version__, "threads": torch.get_num_threads()}), file=answers, flush=True)
+    versions = {"vllm": vllm.__version__, "vllm_torch": torch.__version__}
+    print(json.dumps({**versions, "threads": torch.get_num_threads()}), file=answers, flush=True)
     for _ in sys.stdin:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams
 from minillm.bench import batch_transformers, batching, vllm_peer
@@ -195,7 +196,7 @@ def test_a_peer_in_another_process_answers_each_time_and_says_when_it_cannot(
     requests = {"model": "none", "prompts": [[7], [8, 9]], "lengths": [2, 3], "max_num_seqs": 2, "dtype": "float32"}
     peer = vllm_peer.VllmPeer(sys.executable, 1, **requests)
     assert peer.run() == peer.run() == [[7, 7], [8, 9, 8]]
-    assert peer.details == {"vllm": "0", "threads": 1}
+    assert peer.details == {"vllm": "0", "vllm_torch": torch.__version__, "threads": 1}
     peer.close()
     (tmp_path / "vllm.py").write_text("raise ImportError")
     with pytest.raises(ConfigError, match="MINILLM_VLLM_PYTHON"):

@@ -283,13 +283,28 @@ def test_a_figure_is_a_median_beside_its_target(tmp_path: Path) -> None:
     report = Report(tmp_path / "lines", is_rehearsal=False)
     report.measured("gain", [1.5, 1.9, 1.7], "times", Target(at_least=1.6), "2, the ratio of bytes", batch=1)
     report.measured("cost", 1.2, "times", Target(at_most=1.15))
-    report.modelled("promise", 2.0, "times")
+    report.modelled("promise", 2.0, "times", [1.9, 2.2])
     [gain, cost, promise] = Findings.read(report.path).metrics
     assert (gain["value"], gain["low"], gain["high"], gain["target"], gain["met"]) == (1.7, 1.5, 1.9, "≥ 1.6", True)
     assert gain["bound"] == "2, the ratio of bytes" and gain["config"] == {"batch": 1}
     assert (cost["target"], cost["met"]) == ("≤ 1.15", False)
     assert (promise["kind"], promise["met"]) == ("modelled", None)
+    assert (promise["value"], promise["low"], promise["high"]) == (2.0, 1.9, 2.2)
     assert not Target(at_least=1).is_met(float("nan")) and Target(at_most=0).is_met(0)
+
+
+@pytest.mark.parametrize(("half", "weaker"), [(6.6, 1), (7.2, 0)])
+def test_a_target_of_a_gain_counts_for_the_weaker_of_two_baselines(tmp_path: Path, half: float, weaker: int) -> None:
+    """Timed in turn with the other, the baseline may be slower than by itself."""
+    report = Report(tmp_path / "lines", is_rehearsal=False)
+    report.measured("half", half, "ms")
+    report.measured("int8", 4.4, "ms")
+    report.gain("int8 over half", [1.59, 1.61, 1.62], ("half", "int8"), Target(at_least=1.6), "2, the ratio of bytes")
+    gains = Findings.read(report.path).metrics[2:]
+    assert [gain["name"] for gain in gains] == ["int8 over half", "int8 over half, by the two times"]
+    assert [gain["value"] for gain in gains] == [1.61, pytest.approx(half / 4.4)]
+    assert [gain["target"] for gain in gains] == [None, "≥ 1.6"] if weaker else ["≥ 1.6", None]
+    assert gains[weaker]["met"] is (weaker == 0)
 
 
 def test_a_rehearsal_writes_nothing_that_was_measured(tmp_path: Path) -> None:
@@ -627,11 +642,18 @@ def test_a_graph_of_a_slow_call_has_no_more_than_one_for_each_copy(
     assert read == [i % copies for i in range(per_graph)]
 
 
-def test_gains_of_caches_are_ratios_of_runs_of_the_same_round() -> None:
+def test_gains_of_caches_are_ratios_of_runs_of_the_same_round(tmp_path: Path) -> None:
     """A slow second round hits all of them. Ratios of medians, lowest and highest would not show it."""
     seconds = {"half": [2.0, 30.0, 4.0], "int8": [1.0, 10.0, 4.0], "int4": [4.0, 60.0, 8.0]}
-    found: dict[str, list[float]] = {}
     setup = SimpleNamespace(time=lambda *functions: {name: Timing(1, each) for name, each in seconds.items()})
-    report = SimpleNamespace(measured=lambda name, values, unit, target=None: found.update({name: list(values)}))
-    stage_kernels._gains(setup, report, [])  # type: ignore[arg-type]
-    assert found == {"int8 KV over half": [2.0, 3.0, 1.0], "int4 KV over half": [0.5, 0.5, 0.5]}
+    report = Report(tmp_path / "lines", is_rehearsal=False)
+    for kind, us in (("half", 6.0), ("int8", 4.0), ("int4", 8.0)):
+        report.measured(f"decode after 9, {kind} KV", us, "µs")
+    stage_kernels._gains(setup, report, [], 9)  # type: ignore[arg-type]
+    found = {m["name"]: (m["low"], m["value"], m["high"]) for m in report.so_far().metrics[3:]}
+    assert found == {
+        "int8 KV over half": (1.0, 2.0, 3.0),
+        "int8 KV over half, by the two times": (1.5, 1.5, 1.5),
+        "int4 KV over half": (0.5, 0.5, 0.5),
+        "int4 KV over half, by the two times": (0.75, 0.75, 0.75),
+    }

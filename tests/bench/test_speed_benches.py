@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,17 @@ def test_latency_is_cold_then_warm(tiny: TinyPair, capsys: pytest.CaptureFixture
     assert "p90 ms" in table and "ms per completion" in table
     assert "tokens/s" in table and "completions/s" not in table  # 3 new tokens over the time of a completion
     assert rows["cold"]["tokens_per_s"] == pytest.approx(3 / rows["cold"]["p50_ms"] * 1000)
+
+
+def test_a_round_of_completions_is_one_value_of_the_ratio() -> None:
+    """Two prompts of which one gains: its repeats do not make an interval."""
+    made = {"base": [1.0, 3.0] * 6, "own": [1.0, 1.0] * 6}
+    base, own = (
+        SimpleNamespace(name=name, seconds={"cold": times}, tokens={"cold": [[1]] * 12}, cached_tokens={"cold": 0})
+        for name, times in made.items()
+    )
+    row = latency._row(own, "cold", (base, "cold"), 1, 6, None)  # type: ignore[arg-type]
+    assert row.ratio == row.ratio_min == row.ratio_max == 2.0 and row.interval == (2.0, 2.0)
 
 
 def test_too_few_completions_have_no_percentile(tiny: TinyPair) -> None:

@@ -24,6 +24,8 @@ from minillm.bench.on_gpu.failures import DeviceFault, error_text, is_device_err
 T = TypeVar("T")
 
 MEASURED, COUNTED, MODELLED = "measured", "counted", "modelled"
+BY_TIMES = ", by the two times"
+"""Ends the name of a gain that is the quotient of two reported times (`Report.gain`)."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,32 @@ class Report:
         middle = statistics.median(found)
         self._metric(Metric(name, middle, unit, MEASURED, min(found), max(found), bound=bound, config=config), target)
 
+    def gain(
+        self, name: str, in_turn: Sequence[float], times: tuple[str, str], target: Target | None = None, bound: str = ""
+    ) -> None:
+        """Write a speed over a baseline twice: `in_turn`, from rounds in which both were timed in turn, and by the two
+        times that were reported as the metrics `times`, first the baseline's. The target counts for the weaker.
+        """
+        reported = {metric["name"]: metric["value"] for metric in self.so_far().metrics}
+        baseline, own = (reported[each] for each in times)
+        by_times = 1.0 if self.is_rehearsal else baseline / own
+        is_weaker = not self.is_rehearsal and by_times < statistics.median(in_turn)
+        self.measured(name, in_turn, "times", None if is_weaker else target, bound or None)
+        self.measured(f"{name}{BY_TIMES}", by_times, "times", target if is_weaker else None)
+
     def counted(self, name: str, value: float, unit: str, target: Target | None = None, **config: Any) -> None:
         """Write a metric that does not depend on time."""
         self._metric(Metric(name, value, unit, COUNTED, config=config), target)
 
-    def modelled(self, name: str, value: float, unit: str, **config: Any) -> None:
-        """Write a metric that follows from others by a formula."""
+    def modelled(
+        self, name: str, value: float, unit: str, spread: Sequence[float] | None = None, **config: Any
+    ) -> None:
+        """Write a metric that follows from others by a formula. `spread`: its values by round."""
         if self.is_rehearsal:
             self._write(Metric(name, None, unit, MODELLED, rehearsed=True, config=config))
         else:
-            self._metric(Metric(name, value, unit, MODELLED, config=config), None)
+            low, high = (min(spread), max(spread)) if spread else (None, None)
+            self._metric(Metric(name, value, unit, MODELLED, low, high, config=config), None)
 
     def note(self, name: str, value: Any) -> None:
         """Write a fact that is not a metric: a name, a version, a line to paste."""

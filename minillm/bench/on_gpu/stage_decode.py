@@ -4,8 +4,9 @@ MBU (model bandwidth utilisation) is (bytes of weights + bytes of the keys and v
 of a copy). The time of a step includes all that an engine needs: launch, forward, argmax, reading the token on the
 host. The same step without reading is reported as well.
 
-16 bits come first and are reported at once. Each INT8 variant is then timed beside them. A part that fails leaves a
-note, and the others still run.
+16 bits come first and are reported at once. Each INT8 variant is then timed in turn with them. On an H100 they were
+slower there than by themselves, so a gain is reported over both times, and the target counts for the smaller gain. A
+part that fails leaves a note, and the others still run.
 """
 
 from __future__ import annotations
@@ -106,9 +107,11 @@ def _int8_gain(
     """Compare decoding in an INT8 variant with 16 bits."""
     timings, runner = _timed(setup, steps), steps[f"{key} decode"][0]
     _bandwidth_used(report, f"{key} decode", timings, runner, past, bandwidth)
+    report.measured(f"half decode, beside {key}", [1e3 * s for s in timings["half decode"].seconds], "ms per token")
     most = f"{_least_bytes(steps['half decode'][0], past) / _least_bytes(runner, past):.2f}, the ratio of their bytes"
     found = ratios(timings, f"{key} decode", "half decode")
-    report.measured(f"{key} over half", found, "times", INT8_GAIN if key == "int8" else None, most)
+    target = INT8_GAIN if key == "int8" else None
+    report.gain(f"{key} over half", found, ("half decode", f"{key} decode"), target, most)
 
 
 def _bandwidth_used(

@@ -56,10 +56,10 @@ def _long_context(setup: StageSetup, report: Report, setting: Setting, limits: l
     found = [maker for maker in attention_cases(setting) if maker.op == "paged_attention"]
     functions: list[TimedFunction] = []
     for kind, maker in zip(LAYOUTS, found, strict=True):
-        name = f"decode after {context}, {kind or HALF} KV"
+        name = _metric_name(context, kind or HALF)
         function = report.part(name, _one_format, setup, report, name, maker, limits)
         functions += [] if function is None else [function]
-    report.part("gains of quantised caches", _gains, setup, report, functions)
+    report.part("gains of quantised caches", _gains, setup, report, functions, context)
 
 
 def _one_format(
@@ -79,12 +79,17 @@ def _one_format(
     return timed_implementation(case, TRITON, case.kind or HALF, setup.clock)
 
 
-def _gains(setup: StageSetup, report: Report, functions: Sequence[TimedFunction]) -> None:
+def _metric_name(context: int, kind: str) -> str:
+    return f"decode after {context}, {kind} KV"
+
+
+def _gains(setup: StageSetup, report: Report, functions: Sequence[TimedFunction], context: int) -> None:
     """The speed of the quantised caches over half precision, all of them timed in turn."""
     timings = setup.time(*functions)
     for kind, target in (("int8", INT8_GAIN), ("int4", None)):
         if kind in timings and HALF in timings:
-            report.measured(f"{kind} KV over {HALF}", ratios(timings, kind, HALF), "times", target)
+            times = _metric_name(context, HALF), _metric_name(context, kind)
+            report.gain(f"{kind} KV over {HALF}", ratios(timings, kind, HALF), times, target)
 
 
 def _every_op(setup: StageSetup, report: Report, cases: list[Maker], limits: list[MachineLimit]) -> None:

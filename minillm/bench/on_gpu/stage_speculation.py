@@ -5,7 +5,8 @@ nothing. Acceptance is therefore synthetic: the engine does all of its work, and
 fixed probability a, up to the first rejected one. A round then yields E = (1 - a^(γ+1)) / (1 - a) tokens (Leviathan et
 al. 2023, section 3.1). The promised speed-up is E / (γ·c + v), with E as drawn in the run, c = t(draft) / t(target) and
 v = t(verify) / t(decode). c and v are measured here on the runners, reading the tokens included. Mechanical efficiency
-is the engine's measured speed-up divided by the predicted one.
+is the engine's measured speed-up divided by the predicted one, which is a single number from medians: so its spread is
+that of the engine alone.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def speculation(setup: StageSetup, report: Report) -> None:
     report.measured("v", verifying, "verify / decode")
     report.counted("E", tokens_per_round(ACCEPTANCE, DRAFTS), "tokens a round", acceptance=ACCEPTANCE, drafts=DRAFTS)
     round_cost = (timings["draft"].median + timings["verify"].median) / timings["decode"].median  # γ·c + v
-    _engines(setup, report, target, draft, past, new_tokens, round_cost)
+    each_cost = [DRAFTS * c + v for c, v in zip(costs, verifying, strict=True)]
+    _engines(setup, report, target, draft, past, new_tokens, round_cost, each_cost)
 
 
 def _engines(
@@ -115,6 +117,7 @@ def _engines(
     past: int,
     new_tokens: int,
     round_cost: float,
+    each_cost: Sequence[float],
 ) -> None:
     gains, drawn = [], 0.0
     for turn in range(setup.size_for(ROUNDS, 1) + 1):
@@ -126,7 +129,8 @@ def _engines(
         if turn:  # the first turn warms up
             gains.append(each[0] / each[1])
     report.counted("E, as drawn", drawn, "tokens a round")
-    report.modelled("promised speed-up", drawn / round_cost, "times", acceptance=ACCEPTANCE)
+    promises = [drawn / cost for cost in each_cost]
+    report.modelled("promised speed-up", drawn / round_cost, "times", promises, acceptance=ACCEPTANCE)
     report.measured("engine with drafts over without", gains, "times")
     report.measured("mechanical efficiency", [g * round_cost / drawn for g in gains], "of the promise", EFFICIENCY)
 
