@@ -28,19 +28,18 @@ def replacing(path: Path, part: Path | None = None) -> Iterator[Path]:
 
 
 def write_whole_file(path: Path, text: str | bytes, part: Path | None = None) -> None:
-    """Write `text` to `part`, by default a file beside `path`, then rename that to `path`. With `part` equal to `path`
-    it is written in place.
+    """Write `text` to `part` (see `replacing`), then rename that to `path`. With `part` equal to `path` that is written
+    in place.
 
     Raises `OSError`, which names the file, also if the disk is full; then no `part` is left.
     """
-    part = part or path.with_name(f"{path.name}.part")
     data = text.encode() if isinstance(text, str) else text
     try:
         if part == path:  # it may be a device, which need not take a sync
             path.write_bytes(data)
         else:
-            with replacing(path, part):
-                part.write_bytes(data)
+            with replacing(path, part) as fresh:
+                fresh.write_bytes(data)
     except OSError as problem:
         if problem.filename:
             raise

@@ -34,6 +34,8 @@ from minillm.version import __version__
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+"""What is forwarded: all, so that the replica says which of them a path takes."""
 REPLICA_HEADER = b"x-minillm-replica"
 """Which replica has answered, or has begun to."""
 TRIES_HEADER = b"x-minillm-tries"
@@ -70,7 +72,7 @@ def build_gateway(
     async def metrics() -> Response:
         raise ApiError("each replica has metrics of its own; Ray exports those of the cluster", HTTPStatus.NOT_FOUND)
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    @app.api_route("/{path:path}", methods=METHODS)
     async def forward(request: Request) -> Response:
         path = request.scope["path"]  # the one that `KeyCheck` has seen
         try:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +23,7 @@ from minillm.cluster.absolute_paths import absolute_model, with_absolute_models
 from minillm.cluster.parts_folder import PartsFolder
 from minillm.cluster.worker_pool import Pool
 from minillm.config import EngineArgs, at_least
-from minillm.errors import ConfigError, MinillmError, NonFiniteLogitsError, PromptError
+from minillm.errors import ConfigError, EngineDeadError, MinillmError, NonFiniteLogitsError, PromptError
 from minillm.models.fingerprint import identity_of_folder
 from minillm.models.hub import resolve
 from minillm.sampling import SamplingParams
@@ -102,7 +104,8 @@ class GenerationWorker:
 
     def _complete(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """The rows of items that can be run, without ids. If the logits of one are NaN, each half runs again, until
-        that one is alone and gets an error."""
+        that one is alone and gets an error. If a rank of the engine has ended, this process ends: then the pool gives
+        the shard to another worker."""
         prompts, params = [item["prompt"] for item in items], [self._params(item) for item in items]
         try:
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
@@ -111,6 +114,9 @@ class GenerationWorker:
                 return [{"error": str(problem)}]
             half = len(items) // 2
             return [*self._complete(items[:half]), *self._complete(items[half:])]
+        except EngineDeadError as problem:
+            print(problem, file=sys.stderr, flush=True)
+            os._exit(1)
         return [_row(output) for output in outputs]
 
     def _params(self, item: Item) -> SamplingParams:

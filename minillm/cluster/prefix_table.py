@@ -6,8 +6,9 @@
 
 A request goes to the replica with the longest match, because that replica's prefix cache most likely holds these keys
 and values. A replica that has more than `max_imbalance` requests more than the least loaded one gets no request for
-its prefix: then waiting costs more than computing the prefix again. Ray's `PrefixCacheAffinityRouter`
-(`imbalanced_threshold`, `match_rate_threshold`) and SGLang's router weigh prefix and load in the same way.
+its prefix: then waiting costs more than computing again what the next longest match lacks, or all of the prefix. Ray's
+`PrefixCacheAffinityRouter` (`imbalanced_threshold`, `match_rate_threshold`) and SGLang's router weigh prefix and load
+in the same way.
 
 The table holds what was sent or was to be sent, not what is cached: a replica may have evicted a block since, and the
 router notes its first choice even if that replica has no room and another one takes the request. Like the cache, the

@@ -47,12 +47,13 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     """Connect to the cluster at `address` (`auto`: the one that this machine belongs to), or start one here.
 
     A cluster that was started here ends with the block. `num_cpus`: what it may use; None: all. If this program is
-    connected already, its cluster is used. Raises `ConfigError` if there is no cluster at `address`, `UnsupportedError`
-    without Ray.
+    connected already, its cluster is used. Raises `ConfigError` if there is no cluster at `address` or it asks for
+    another token, `UnsupportedError` without Ray.
     """
     check_ray()
     set_environment()
     import ray
+    from ray.exceptions import RayError
 
     if ray.is_initialized():
         yield
@@ -60,10 +61,15 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     own = {"num_cpus": num_cpus, "include_dashboard": False} if address is None else {}
     try:
         ray.init(address=address or "local", namespace="minillm", log_to_driver=False, logging_level="warning", **own)
-    except (ConnectionError, ValueError, RuntimeError) as problem:
+    except (ConnectionError, ValueError, RuntimeError, RayError) as problem:  # the last: a token is missing or wrong
         reason = " ".join(str(problem).split())[:200]
         if address is None:
             raise ConfigError(f"Ray does not start on this machine: {reason}; name a cluster with --address") from None
+        if "authentic" in str(problem):
+            raise ConfigError(
+                f"the Ray cluster at {address} asks for its token: {reason}; set RAY_AUTH_MODE=token, and copy "
+                "~/.ray/auth_token from its head"
+            ) from None
         where = f"there is no Ray cluster at {address}: {reason}"
         raise ConfigError(f"{where}; start one with `ray start --head`, or leave the address out") from None
     try:

@@ -20,9 +20,14 @@ from minillm.cluster.absolute_paths import absolute_model
 from minillm.cluster.parts_folder import PartsFolder
 from minillm.cluster.worker_pool import Pool
 from minillm.config import at_least
+from minillm.engine.compatibility import check_drafters
 from minillm.errors import ConfigError
 from minillm.models.fingerprint import identity_of_folder
 from minillm.models.hub import resolve
+from minillm.models.loading import load_config
+from minillm.speculative.config import SpeculativeConfig
+from minillm.speculative.drafter import TargetInfo
+from minillm.tokenizer import Tokenizer
 from minillm.version import __version__
 
 if TYPE_CHECKING:
@@ -81,9 +86,25 @@ class SweepSettings:
         speculation.check_prompts(self.prompts, [slices[name] for name in self.slices or slices])
         room_for_prompt(self.model, self.new_tokens, speculation.SHORTEST_PROMPT)
         methods = {name: speculation.METHODS[name] for name in self.methods}
-        speculation.runnable(methods, self.model, draft_for(self.model, self.draft), must=self.methods)
+        draft = draft_for(self.model, self.draft)
+        self._check_drafts(speculation.runnable(methods, self.model, draft, must=self.methods), draft)
         object.__setattr__(self, "model", absolute_model(self.model))
         object.__setattr__(self, "draft", absolute_model(self.draft))
+
+    def _check_drafts(self, methods: Mapping[str, Mapping[str, Any]], draft: str | None) -> None:
+        """Raise `ConfigError` for a method that cannot make the most drafts, or not with the largest blocks."""
+        folder, drafts = resolve(self.model), max(self.drafts)
+        config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
+        target = TargetInfo(self.model, config, tokenizer, max(self.block_sizes), config.max_position_embeddings)
+        for name, given in methods.items():
+            # A fallback has a number of its own.
+            options = {key: value for key, value in given.items() if not key.startswith("fallback")}
+            if options.get("model", "") is None:
+                options["model"] = draft
+            try:
+                check_drafters(target, SpeculativeConfig.from_dict({**options, "num_speculative_tokens": drafts}))
+            except ConfigError as problem:
+                raise ConfigError(f"drafts={drafts}, method {name!r}: {problem}") from None
 
     @property
     def points(self) -> list[Point]:

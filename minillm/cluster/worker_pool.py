@@ -2,7 +2,8 @@
 
 A worker is an object that is built once on some machine of the cluster (it loads a model, say) and then takes one task
 at a time. The results come in the order in which they are done. A task that has lost `MAX_LOSSES` workers is not tried
-again: it may be what ends them. The other tasks are still done before the error is raised.
+again: it may be what ends them. The other tasks are still done before the error is raised. But if `MAX_LOSSES` tasks
+are given up before any is done, no worker may be able to run at all, and the pool ends.
 
 Ray Data's `map_batches` would also run the workers. It writes files from its workers under names of its own, so a run
 that is stopped and started again would not know what is done; that is why there is a pool here.
@@ -18,12 +19,14 @@ from typing import Any, Protocol, TypeVar
 
 from minillm.cluster.session import lost_errors, ray_session
 from minillm.config import at_least
-from minillm.errors import ConfigError, EngineDeadError
+from minillm.errors import ConfigError, EngineDeadError, first_line
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 MAX_LOSSES = 3
 CLOSE_S = 10
+NO_ROOM_S = 300.0
+"""How long a machine that was lost may take to come back, if no other could run a worker: Ray would wait for ever."""
 UNITS = 10_000
 """Ray counts processors and GPUs in ten-thousandths."""
 
@@ -94,7 +97,8 @@ class WorkerPool:
         """See `Pool`. The cluster is connected to, or started, only when there are tasks and the first result is asked
         for: the caller has checked by then what can be checked without it.
 
-        Raises what a worker raises, the errors of `ray_session`, `ConfigError` if no machine could run a worker, and
+        Raises what a worker raises, the errors of `ray_session`, `ConfigError` if no machine could run a worker,
+        `EngineDeadError` if later none is left that could, or if the workers end before any task is done, and
         `TasksGivenUpError`.
         """
         if tasks:
@@ -114,6 +118,7 @@ class WorkerPool:
         waiting, losses = deque(range(len(tasks))), dict.fromkeys(range(len(tasks)), 0)
         running: dict[Any, tuple[Any, int]] = {}
         given_up: list[int] = []
+        is_any_done = False
         closing: list[Any] = []
 
         def start(actor: Any) -> None:
@@ -127,22 +132,36 @@ class WorkerPool:
             for _ in range(min(self.num_workers, len(tasks))):
                 start(build(make))
             while running:
-                [done], _ = ray.wait(list(running), num_returns=1)
+                ready, _ = ray.wait(list(running), num_returns=1, timeout=NO_ROOM_S)
+                if not ready:
+                    if not room(cpus, gpus):
+                        raise EngineDeadError(
+                            f"a worker needs {cpus:g} CPUs and {gpus:g} GPUs, and no machine that has both is left in "
+                            "the cluster; run it again when one is back"
+                        )
+                    continue
+                [done] = ready
                 actor, number = running.pop(done)
                 try:
                     result = ray.get(done)
                 except RayTaskError as problem:
                     raise problem.cause or problem from None
-                except lost_errors():
+                except lost_errors() as problem:
                     self.num_lost += 1
                     losses[number] += 1
                     if losses[number] < MAX_LOSSES:
                         waiting.appendleft(number)
                     else:
                         given_up.append(number)
+                    if waiting and len(given_up) == MAX_LOSSES and not is_any_done:
+                        raise EngineDeadError(
+                            f"{self.num_lost} workers have ended and no task is done; the last one: "
+                            f"{first_line(problem)}; look into Ray's logs, then run it again"
+                        ) from None
                     if waiting:
                         start(build(make))
                     continue
+                is_any_done = True
                 start(actor)
                 del actor  # Ray ends an idle worker when its last handle is gone; others may wait for its processors
                 yield number, result
@@ -158,7 +177,7 @@ class WorkerPool:
             )
         if self.num_lost:
             words = f"workers lost: {self.num_lost}; others have done their tasks again; see Ray's logs for the reasons"
-            warnings.warn(words, RuntimeWarning, stacklevel=2)
+            warnings.warn(words, RuntimeWarning, stacklevel=3)  # behind `map`
 
 
 class _Actor:

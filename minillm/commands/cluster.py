@@ -136,13 +136,15 @@ def _serve(args: argparse.Namespace) -> int:
         folder = resolve(args.model)
         load_config(folder)
         ChatTemplate(Tokenizer.from_folder(folder), args.model, args.chat_template)
-    signal.signal(signal.SIGTERM, _stop)  # before anything is started, and after the import of Ray, which sets one too
-    with ray_session(args.address), serving(settings, args.host, args.port) as url:
-        print(f"minillm serves {args.replicas} replicas of {args.model} at {url}/v1", flush=True)
-        try:
-            Event().wait()
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after Ctrl-C, too, everything is stopped
+    signal.signal(signal.SIGTERM, _stop)  # before anything is started
+    with ray_session(args.address):
+        signal.signal(signal.SIGTERM, _stop)  # again: `ray.init` has set a handler of its own
+        with serving(settings, args.host, args.port) as url:
+            print(f"minillm serves {args.replicas} replicas of {args.model} at {url}/v1", flush=True)
+            try:
+                Event().wait()
+            finally:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after Ctrl-C, too, everything is stopped
     return 0
 
 

@@ -24,10 +24,12 @@ def fingerprint_of_folder(folder: Path) -> str:
 
 
 def identity_of_folder(folder: Path) -> str:
-    """A hash of what a checkpoint computes with: some numbers of every tensor, `config.json` and the tokenizer's files.
-    Raises `CheckpointError` if the folder has no readable safetensors."""
+    """A hash of what a checkpoint computes with: some numbers of every tensor, `config.json`, `generation_config.json`
+    (the end-of-text tokens) and the tokenizer's files. Raises `CheckpointError` if the folder has no readable
+    safetensors."""
     digest = sha256(digest_of_weights(folder).encode())
-    for file in sorted([folder / "config.json", *folder.glob("tokenizer*")]):
+    configs = folder / "config.json", folder / "generation_config.json"
+    for file in sorted([*configs, *folder.glob("tokenizer*")]):
         if file.is_file():
             digest.update(file.name.encode() + sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]

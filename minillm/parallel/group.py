@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minillm.errors import EngineDeadError
+from minillm.errors import EngineDeadError, first_line
 
 TIMEOUT = timedelta(minutes=5)
 """How long `connect` and each collective wait for the slowest rank. In a collective the end of a process is noticed at
@@ -59,7 +59,7 @@ def gloo_problem() -> str | None:
     try:
         dist.ProcessGroupGloo.create_default_device()
     except (AttributeError, RuntimeError) as problem:  # the first: a build without gloo
-        return str(problem).splitlines()[0]
+        return first_line(problem)
     return None
 
 

@@ -180,7 +180,7 @@ class LeadingRank:
         while connecting.is_alive() and not self.workers.has_lost_one:
             connecting.join(0.02)
         if connecting.is_alive() or problems:
-            raise self.workers.failure() from next(iter(problems), None)
+            raise self.workers.failure(lost=next(iter(problems), None)) from None
         return num_blocks
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class Ready(Struct, tag=True, frozen=True):
 
 
 class Failed(Struct, tag=True, frozen=True):
-    """What a worker sends before it ends by an error of its own."""
+    """What a worker sends before it ends by an error."""
 
     reason: str
 

@@ -62,8 +62,8 @@ def _run(workers: Workers, order: Message, own: Callable[[], Result]) -> Result:
     workers.send(order)
     try:
         return own()
-    except EngineDeadError:
-        raise workers.failure() from None
+    except EngineDeadError as problem:
+        raise workers.failure(lost=problem) from None
     except BaseException:
         workers.close()  # they wait for this rank in a collective
         raise

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -79,7 +80,9 @@ def main() -> int:
         worker = Worker(setup)
         answers.write(frame(Ready()))
         worker.serve(orders, lambda message: answers.write(frame(message)))
-    except EngineDeadError:
+    except EngineDeadError as problem:
+        with suppress(OSError):  # it may be rank 0 that has ended
+            answers.write(frame(Failed(str(problem))))
         return LOST_ANOTHER_RANK
     except Exception as problem:
         answers.write(frame(Failed(f"{type(problem).__name__}: {problem}")))

@@ -18,7 +18,7 @@ from minillm.parallel.worker import LOST_ANOTHER_RANK
 
 PROGRAM = """
 import os, sys
-sys.path[:] = sys.argv[1:]  # without the current folder, which may have a torch.py or a queue.py of its own
+sys.path[:] = sys.argv[1:]
 from minillm.parallel.worker import main
 os._exit(main())  # without the seconds that PyTorch's threads may take to end: rank 0 waits for this process
 """
@@ -73,26 +73,31 @@ class Workers:
         """Whether a worker has ended."""
         return any(process.poll() is not None for process in self.processes)
 
-    def failure(self, known: tuple[subprocess.Popen[bytes], str] | None = None) -> EngineDeadError:
-        """End all workers, and return the error that says which one ended first and why. `known`: both, if known."""
+    def failure(
+        self, known: tuple[subprocess.Popen[bytes], str] | None = None, lost: Exception | None = None
+    ) -> EngineDeadError:
+        """End all workers, and return the error that says which one ended first and why. `known`: both, if known.
+        `lost`: what rank 0 said when it lost the others, which is returned if none of them ended by itself."""
         culprit, reason = known or self._culprit()
-        if culprit is None:
-            what = "a process of this engine stopped answering"
-        else:
+        if culprit is not None:
             what = f"the process of rank {self._ranks[culprit]} (pid {culprit.pid}) has ended: {reason}"
-        self._dead = f"{what}; the other ranks were stopped, build the engine again"
+            self._dead = f"{what}; the other ranks were stopped, build the engine again"
+        else:
+            self._dead = str(lost) if lost else reason
         self.close()
         return EngineDeadError(self._dead)
 
     def _culprit(self) -> tuple[subprocess.Popen[bytes] | None, str]:
-        """The worker that ended by itself, and why; those that ended because another rank did are not meant."""
+        """The worker that ended by itself, and why. Without such a worker: None, and what one says that ended because
+        it lost another rank."""
         give_up = time.monotonic() + PATIENCE_S
-        while time.monotonic() < give_up:
+        while time.monotonic() < give_up and any(process.poll() != LOST_ANOTHER_RANK for process in self.processes):
             for process in self.processes:
                 if process.poll() not in (None, LOST_ANOTHER_RANK):
                     return process, _last_words(process) or _status(process.returncode)
             time.sleep(0.01)
-        return None, ""
+        said = (_last_words(process) for process in self.processes if process.poll() is not None)
+        return None, next(filter(None, said), "a process of this engine stopped answering; build the engine again")
 
     def close(self) -> None:
         """End all workers. May be called again."""
@@ -111,13 +116,17 @@ class Workers:
                 process.stdout.close()
 
 
+def import_path() -> list[str]:
+    """The `sys.path` of a process that imports what this one imports: without the current folder (""), which may have a
+    torch.py or a queue.py of its own."""
+    return [str(Path(__file__).parents[2]), *(entry for entry in sys.path if entry and isinstance(entry, str))]
+
+
 def _start(num_threads: int) -> subprocess.Popen[bytes]:
-    """Start one worker. It imports what this process imports, and has its own limit of threads."""
-    package = str(Path(__file__).parents[2])
-    path = [package, *(entry for entry in sys.path if entry and isinstance(entry, str))]  # "": the current folder
+    """Start one worker. It has its own limit of threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *path],
+        [sys.executable, "-c", PROGRAM, *import_path()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

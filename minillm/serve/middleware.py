@@ -98,7 +98,7 @@ class BodyLimit:
 
     @property
     def _message(self) -> str:
-        return f"the request body is over the limit of {self.max_bytes} bytes; send less, or raise --max-body-bytes"
+        return f"the request body is over the limit of {self.max_bytes} bytes; send less, or raise it (`minillm serve --max-body-bytes`)"
 
 
 def _digest(key: bytes) -> bytes:

@@ -70,12 +70,15 @@ def ask(
     replicas: Unreliable, settings: ReplicaSettings, *bodies: Any, path: str = "/v1/completions", **how: Any
 ) -> Any:
     keys: Sequence[str] = how.pop("api_keys", ())
+    method = how.pop("method", None)
     app = build_gateway(replicas, settings, how.pop("reader", None), tuple(keys))
 
     async def send() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
-            return await asyncio.gather(*(client.request("POST" if b else "GET", path, json=b, **how) for b in bodies))
+            return await asyncio.gather(
+                *(client.request(method or ("POST" if b else "GET"), path, json=b, **how) for b in bodies)
+            )
 
     answers = asyncio.run(send())
     return answers[0] if len(answers) == 1 else answers
@@ -232,8 +235,10 @@ def test_a_refusal_of_the_replica_passes(replica: Replica, settings: ReplicaSett
 def test_headers_of_a_redirect_and_of_a_wrong_method_pass(replica: Replica, settings: ReplicaSettings) -> None:
     redirect = ask(Unreliable(replica), settings, GREEDY, path="/v1/completions/")
     assert (redirect.status_code, redirect.headers["location"]) == (307, "/v1/completions")
-    wrong = ask(Unreliable(replica), settings, None)
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    for method in ("GET", "PUT"):
+        wrong = ask(Unreliable(replica), settings, None, method=method)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert f"/v1/completions does not take {method}; use POST" in wrong.text
 
 
 def test_keys_and_lengths_are_checked_before_a_replica_is_asked(replica: Replica, settings: ReplicaSettings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from minillm import LLM, SamplingParams
 from minillm.cluster.generation import GenerationSettings, generate_file, read_items, shards
 from minillm.cluster.worker_pool import Worker
-from minillm.errors import ConfigError, NonFiniteLogitsError, PromptError, UnknownOptionError
+from minillm.errors import ConfigError, EngineDeadError, NonFiniteLogitsError, PromptError, UnknownOptionError
 from tests.cluster.this_process import ThisProcess
 from tests.conftest import TinyPair
 
@@ -126,7 +127,9 @@ def test_results_of_another_checkpoint_of_this_name_are_not_kept(file: Path, tmp
     changed = settings.job(b"", 4)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
-    assert len({job["weights"] for job in (before, changed, settings.job(b"", 4))}) == 3
+    configured = settings.job(b"", 4)
+    (copy / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert len({job["weights"] for job in (before, changed, configured, settings.job(b"", 4))}) == 4
 
 
 def test_results_of_another_draft_model_are_not_kept(tmp_path: Path, tiny: TinyPair) -> None:
@@ -171,6 +174,24 @@ def test_a_prompt_whose_logits_are_nan_does_not_stop_the_others(
     monkeypatch.setattr(LLM, "generate", overflows)
     found = rows(generate_file(file, tmp_path / "out", settings, ThisProcess()))
     assert found == [*whole[:3], {"id": 3, "error": "the model gave NaN"}, *whole[4:]]
+
+
+def test_a_worker_that_has_lost_a_rank_is_lost(
+    file: Path,
+    tmp_path: Path,
+    settings: GenerationSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def dies(*_: Any, **__: Any) -> list[Any]:
+        raise EngineDeadError("the process of rank 1 has ended: killed by SIGKILL")
+
+    monkeypatch.setattr(LLM, "generate", dies)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        generate_file(file, tmp_path / "out", settings, ThisProcess())
+    assert ended.value.code == 1
+    assert "rank 1 has ended: killed by SIGKILL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

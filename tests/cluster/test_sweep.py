@@ -81,6 +81,12 @@ def test_the_block_size_reaches_the_engine(
         ({"prompts": 1000}, "--prompts 1000 is more than the"),
         ({"draft": None, "methods": ("ngram", "draft_model")}, "method 'draft_model' needs a draft model"),
         ({"methods": ("spire",)}, "no weights of method 'spire'"),
+        ({"drafts": (2, 2000)}, "drafts=2000, method 'ngram': .* would propose up to 2000 drafts per round"),
+        ({"methods": ("self_sparse",), "block_sizes": (16, 512)}, "must be above block_size=512"),
+        (
+            {"model": "minicoder", "methods": ("suffix or draft_model", "heads"), "drafts": (2, 4, 8)},
+            "drafts=8, method 'heads': num_speculative_tokens=8 is more than .* per round, 5; lower it",
+        ),
     ],
 )
 def test_a_bad_sweep_is_refused(settings: SweepSettings, change: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from minillm.cluster.worker_pool import MAX_LOSSES, TasksGivenUpError, WorkerPool, room
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, EngineDeadError
 from tests.cluster.ray_stand_in import RayStandIn
 
 
@@ -35,6 +35,23 @@ def test_a_task_that_loses_every_worker_is_given_up(ray: RayStandIn) -> None:
     with pytest.raises(TasksGivenUpError, match="1 of 1 tasks lost 3 workers") as raised:
         list(WorkerPool(1).map(Squares, range(1)))
     assert raised.value.numbers == [0]
+
+
+def test_workers_that_end_before_any_task_is_done_are_not_built_for_every_task(ray: RayStandIn) -> None:
+    kind = sys.modules["ray.exceptions"].RayActorError
+    ray.losses = [kind("killed, for lack of memory") for _ in range(100)]
+    pool = WorkerPool(1)
+    with pytest.raises(EngineDeadError, match="9 workers have ended and no task is done; the last one: killed, for l"):
+        list(pool.map(Squares, range(30)))
+    assert (pool.num_lost, len(ray.losses)) == (MAX_LOSSES**2, 100 - MAX_LOSSES**2)
+
+
+def test_a_pool_whose_last_machine_is_gone_does_not_wait_for_ever(ray: RayStandIn) -> None:
+    ray.losses = [sys.modules["ray.exceptions"].RayActorError()]
+    nodes = ray.nodes
+    ray.nodes = lambda: nodes() if ray.losses else []
+    with pytest.raises(EngineDeadError, match="needs 1 CPUs and 0 GPUs, and no machine that has both is left"):
+        list(WorkerPool(1).map(Squares, range(2)))
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,8 @@ def test_sigterm_stops_what_was_started_even_before_it_serves(
         try:
             if name == when:
                 signal.raise_signal(signal.SIGTERM)
+            if name == "ray":  # as `ray.init` does
+                signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
             yield "http://127.0.0.1:8000"
         finally:
             signal.raise_signal(signal.SIGTERM)  # impatience does not keep it from the end of the clean-up

@@ -389,6 +389,14 @@ def test_a_rank_that_cannot_connect_does_not_say_that_it_lost_one(monkeypatch: p
         Group(0, 2, torch.device("cpu")).connect(dist.HashStore())
 
 
+def test_an_engine_whose_ranks_cannot_connect_says_why(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(
+        EngineDeadError, match=r"rank [01] of 2 cannot connect to the other ranks \(.*no-such-interface"
+    ):
+        LLM(str(tiny.target), tensor_parallel_size=2, device="cpu")
+
+
 def test_the_store_of_the_ranks_does_without_libuv() -> None:
     """PyTorch for Windows has none."""
     store = local_store(1)

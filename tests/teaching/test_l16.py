@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
-from minillm.errors import UnsupportedError
+from minillm.errors import EngineDeadError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.parallel.split import config_of_rank, piece_of, possible_sizes
 from minillm.teaching.check_function import check_function
@@ -121,12 +121,20 @@ def test_sums_that_are_wrong_are_not_said_to_be_of_several_ranks() -> None:
 # ------------------------------------------------------------------------------------------------------- the workshop
 
 
-def test_an_all_reduce_between_two_processes_is_timed_by_size() -> None:
+def test_an_all_reduce_between_two_processes_is_timed_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('this is the learner's')")
+    monkeypatch.chdir(tmp_path)
     sizes = [4, 64, 4096]
     taken = l16_wire.measured_seconds(sizes, rounds=3)
     assert len(taken) == 3 and min(taken) > 0
     latency, bandwidth = l16_wire.latency_and_bandwidth([4, 100, 300], [2e-4, 1e-3, 3e-3])
     assert latency == 1e-4 and bandwidth == pytest.approx(200 / 2e-3)
+
+
+def test_an_other_process_that_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l16_wire, "__name__", "no_such_module")
+    with pytest.raises(EngineDeadError, match="the other process has ended with status 1"):
+        l16_wire.measured_seconds([4])
 
 
 def test_free_processors_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

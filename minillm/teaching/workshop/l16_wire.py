@@ -1,7 +1,4 @@
-"""Lesson 16: how long an all-reduce between two processes of this machine takes, by its size.
-
-`python -m minillm.teaching.workshop.l16_wire PORT ROUNDS BYTES…` is the other process.
-"""
+"""Lesson 16: how long an all-reduce between two processes of this machine takes, by its size."""
 
 from __future__ import annotations
 
@@ -15,19 +12,31 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from minillm.errors import EngineDeadError
 from minillm.parallel.group import Group, local_store
+from minillm.parallel.workers import import_path
 
 WARM_UP = 3
 ROUNDS = 200
+READY = "ready"
+"""What the other process sets in the store when its imports are done."""
 
 
 def measured_seconds(sizes: Sequence[int], rounds: int = ROUNDS) -> list[float]:
     """The least time of an all-reduce of so many bytes, for each size (in bytes, multiples of 4): what takes longer was
-    delayed by other work on the machine."""
+    delayed by other work on the machine. Raises `EngineDeadError` if the other process ends before it connects."""
     store = local_store(2)
-    command = [sys.executable, "-m", "minillm.teaching.workshop.l16_wire", *map(str, (store.port, rounds, *sizes))]
-    with subprocess.Popen(command) as other:
+    program = f"import sys; sys.path[:] = {import_path()!r}; from {__name__} import run_other; "
+    program += f"run_other({store.port}, {list(sizes)!r}, {rounds})"
+    with subprocess.Popen([sys.executable, "-c", program]) as other:
         try:
+            while not store.check([READY]):
+                if other.poll() is not None:
+                    raise EngineDeadError(
+                        f"the other process has ended with status {other.returncode}; its error is where the notebook "
+                        "server prints"
+                    )
+                time.sleep(0.01)
             return _run(0, store, sizes, rounds)
         finally:
             other.terminate()
@@ -50,6 +59,14 @@ def latency_and_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> tup
     return latency, (sizes[-1] - sizes[-2]) / more
 
 
+def run_other(port: int, sizes: Sequence[int], rounds: int) -> None:
+    """What the other process does."""
+    torch.set_num_threads(1)
+    store = local_store(2, port)
+    store.set(READY, "")
+    _run(1, store, sizes, rounds)
+
+
 def _run(rank: int, store: dist.Store, sizes: Sequence[int], rounds: int) -> list[float]:
     group = Group(rank, 2, torch.device("cpu"))
     group.connect(store)
@@ -64,9 +81,3 @@ def _run(rank: int, store: dist.Store, sizes: Sequence[int], rounds: int) -> lis
             x.fill_(1.0)
         fastest.append(min(taken[WARM_UP:]))
     return fastest
-
-
-if __name__ == "__main__":
-    port, num_rounds, *bytes_each = map(int, sys.argv[1:])
-    torch.set_num_threads(1)
-    _run(1, local_store(2, port), bytes_each, num_rounds)
