@@ -107,7 +107,7 @@ class CpuExecutor:
         self.weights = step.Weights(
             p.layers, p.matrices, p.vectors, p.weights, p.head, p.embedding, p.cos, p.signed_sin
         )
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.block_size = config.vocab_size, block_size
         self.num_outputs = int(p.matrices[-1, OUTPUTS])
         """Width of a row of logits, padding included."""
         self.dims = _dims(self.packed, config, block_size, rows)
@@ -180,9 +180,14 @@ class CpuExecutor:
         min_survival: float = 0.0,
     ) -> np.ndarray:
         """Run a step. Returns the rows of logits, `[number of wanted rows, num_outputs]`; `drafted`, `survival` and
-        `queries` are written as by `step.run`. `observed`: the tokens whose queries are wanted."""
+        `queries` are written as by `step.run`. `observed`: the tokens whose queries are wanted. Raises `IndexError` for
+        a block table that is too short: compiled code would read past its end."""
         token_ids, tables, requests, wanted = [], [], [], logit_rows(segments)
+        size = self.block_size
+        more = max(0, drafted.shape[1] - 1)  # the last draft is not written to the cache
         for s in segments:
+            if s.end + more > len(s.block_table) * size:
+                raise IndexError(f"{s.end + more} tokens need more than {len(s.block_table)} blocks of {size}")
             count, first = len(s.token_ids), len(token_ids)
             requests.append((first, count, s.end, len(tables), s.num_skipped))
             token_ids += s.token_ids

@@ -98,7 +98,8 @@ class BodyLimit:
 
     @property
     def _message(self) -> str:
-        return f"the request body is over the limit of {self.max_bytes} bytes; send less, or raise it (`minillm serve --max-body-bytes`)"
+        limit = f"the limit of {self.max_bytes} bytes"
+        return f"the request body is over {limit}; send less, or raise it (`minillm serve --max-body-bytes`)"
 
 
 def _digest(key: bytes) -> bytes:

@@ -105,10 +105,11 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
     if past < 1 or len(rows) < 2 or num_drafts < 1:
         return StepCosts({1: 1.0, 2: 1.0})  # requests of so few tokens are not worth measuring
     several = max(n for n in rows if n <= FEW_ROWS)
-    long_past = min(LONG_PAST, room - several)
+    most = max(several, num_drafts + 1)
+    long_past = min(LONG_PAST, room - most)
     length = -(-(past + max(rows[-1], num_drafts + 1)) // size)
     first, second = list(range(length)), list(range(length, 2 * length))
-    long = list(range(2 * length, 2 * length + -(-(long_past + several) // size)))
+    long = list(range(2 * length, 2 * length + -(-(long_past + most) // size)))
     tables = [first, second] if second[-1] < num_blocks else [first]
     if long[-1] >= num_blocks:
         long, long_past = first, past

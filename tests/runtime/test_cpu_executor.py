@@ -561,6 +561,15 @@ def test_unsupported_models_and_caches_are_refused_with_the_reason() -> None:
     assert "replaced" in unsupported_reason(random_model(PLAIN), cache)
 
 
+def test_a_block_table_that_is_too_short_is_refused() -> None:
+    runner = runner_of(random_model(PLAIN))
+    with pytest.raises(IndexError, match="25 tokens need more than 6 blocks of 4"):
+        runner.run([Segment([1] * 25, 0, TABLE[:6])])
+    with pytest.raises(IndexError, match="27 tokens need more than 6 blocks of 4"):
+        runner.draft([Segment(PROMPT, 0, TABLE[:6])], 6)
+    assert len(runner.draft([Segment(PROMPT, 0, TABLE[:6])], 3)[0]) == 3
+
+
 def test_a_step_without_wanted_rows_gives_no_logits() -> None:
     runner = runner_of(random_model(PLAIN))
     assert runner.run([Segment(PROMPT, 0, TABLE, 0)]).shape == (0, 97)

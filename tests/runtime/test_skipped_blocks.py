@@ -28,8 +28,11 @@ NEW = [50, 51, 52]
 
 
 def runner(layout: type[KVCache] = PagedKVCache, fast: bool = False) -> ModelRunner:
-    """A runner whose cache holds PROMPT."""
-    one = ModelRunner(random_model(PLAIN), layout(PLAIN, 40, SIZE, torch.float32, torch.device("cpu")), SIZE)
+    """A runner whose cache holds PROMPT. Its attention is sharp, so that positions decide which token is drafted."""
+    model = random_model(PLAIN)
+    for block in model.layers:
+        block.qkv_proj.weight.mul_(2)
+    one = ModelRunner(model, layout(PLAIN, 40, SIZE, torch.float32, torch.device("cpu")), SIZE)
     if fast:
         assert one.use_executor() is None
     one.run([Segment(PROMPT, 0, TABLE)])

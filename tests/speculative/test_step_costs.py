@@ -65,6 +65,20 @@ def test_without_room_for_a_long_text_nothing_is_known_of_its_costs(
     assert costs.first_draft == pytest.approx(TRUE.draft(1, 1, 64), rel=0.1)
 
 
+@pytest.mark.parametrize(("num_drafts", "block_size"), [(17, 16), (9, 4), (16, 1), (100, 16)])
+@pytest.mark.parametrize("method", ["draft_model", "self_sparse"])
+def test_any_number_of_drafts_can_be_measured(
+    method: str, num_drafts: int, block_size: int, tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measured requests have blocks for all of them."""
+    monkeypatch.setattr(step_costs, "SECONDS", 0.0)
+    options = {"method": method, "num_speculative_tokens": num_drafts, "adaptive": True}
+    if method == "draft_model":
+        options["model"] = str(tiny.draft)
+    llm = LLM(str(tiny.target), device="cpu", speculative_config=options, block_size=block_size, num_kv_blocks=1024)
+    assert llm.llm_engine.engine.pool.num_used == 0
+
+
 class Cold:
     """A machine on which the target takes half as long again just behind drafts, and whose clock shows only that."""
 
