@@ -386,8 +386,9 @@ print(f"{len(norms)} norms of rows, {len(grid_sizes)} launches, {sum(grid_sizes)
 #   `row[:, None] * columns + column[None, :]` is a *two-dimensional* block of offsets, [ROWS, BLOCK]: a tile.
 # * The mask has two dimensions too: a lane is on if both its row and its column exist.
 #
-# And mind the dtype. The product of an INT8 code and a bfloat16 scale is bfloat16, which keeps only 8 significant bits
-# of it. So cast both to float32 first.
+# And mind the dtype. In PyTorch the product of an INT8 code and a bfloat16 scale is bfloat16, which keeps only 8
+# significant bits of it. Triton has other rules: here the product is float32, but with a float16 scale it is float16. And the
+# interpreter of Triton 3.9.0 converts integers to bfloat16 wrongly. If you cast both to float32 first, none of this matters.
 
 
 # %%

@@ -365,7 +365,7 @@ LineChart(
 #
 # ### Exercise 3: a block low-rank product
 #
-# The check also refuses an answer that makes W block by block: it computes all of W, too.
+# The check also refuses an answer that makes a whole block of W: block by block it computes all of W, too.
 
 
 # %%

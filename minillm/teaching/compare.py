@@ -126,11 +126,13 @@ def _is_number(value: object) -> bool:
 
 
 def _same_class(expected: object, got: object) -> bool:
-    """Whether both have the same type; a learner's class matches the reference's class of the same name."""
+    """Whether both have the same type; a learner's class matches the reference's class of the same name, and a named
+    tuple a tuple."""
     for family in (torch.Tensor, np.ndarray, Mapping):
         if isinstance(expected, family) or isinstance(got, family):
             return isinstance(expected, family) and isinstance(got, family)
-    return type(expected).__name__ == type(got).__name__
+    is_named_tuple = type(expected) is tuple and isinstance(got, tuple)
+    return is_named_tuple or type(expected).__name__ == type(got).__name__
 
 
 def _compares_by_identity(value: object) -> bool:

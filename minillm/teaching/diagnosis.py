@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.answer_key import AnswerKey
-from minillm.teaching.attempt import Outcome, difference
+from minillm.teaching.attempt import Outcome, difference, named_inputs
+from minillm.teaching.compare import exact
 from minillm.teaching.crash_messages import PAST_THE_END
 from minillm.teaching.diagnosis_answers import common_fact, same_structure
 from minillm.teaching.exercise import Attempt, Diagnose, Exercise
@@ -49,7 +50,8 @@ def _fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str], 
     other_type = _is_of_another_type(key.expected(failed), outcomes[failed].value, problems[failed])
     fallback = None if other_type else key.exercise.fallback_diagnosis
     return (
-        _by_changed_input(outcomes, problems)
+        _by_changed_input(outcomes[failed], problems[failed])
+        or _by_unchanged_input(key, outcomes, problems)
         or _run_diagnosis(key, fallback, failed, outcomes[failed])
         or _by_common_fact(key, outcomes, problems)
     )
@@ -161,13 +163,25 @@ def _out_of_bounds(message: str) -> str:
     return PAST_THE_END
 
 
-def _by_changed_input(outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
-    """The cause if the answers are right and fail only because an input was changed."""
-    changed = {outcome.changed for outcome, problem in zip(outcomes, problems, strict=True) if problem}
-    if len(changed) != 1 or not all("changed its input" in problem for problem in problems if problem):
+def _by_changed_input(outcome: Outcome, problem: str) -> str:
+    """The cause if the answer is right and fails only because an input was changed."""
+    if "changed its input" not in problem:
         return ""
-    [names] = changed
-    return f"the answer is right, but your function writes into {' and '.join(names)}: work on a copy"
+    return f"the answer is right here, but your function writes into {' and '.join(outcome.changed)}: work on a copy"
+
+
+def _by_unchanged_input(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
+    """The cause if an input that must be changed in place never is in the cases that fail."""
+    failed = [index for index, problem in enumerate(problems) if problem]
+    if any(outcomes[index].error is not None for index in failed):
+        return ""
+    for name in key.exercise.in_place:
+        part = f"{name} after the call"
+        before = [named_inputs(key.exercise, key.cases[index].args)[name] for index in failed]
+        pairs = [(key.expected(index)[part], outcomes[index].value[part]) for index in failed]  # type: ignore[index]
+        if all(exact(b, got) is None and exact(b, e) for b, (e, got) in zip(before, pairs, strict=True)):
+            return f"{name} must be changed in place, and is not (`{name} = …` leaves the caller's as it was)"
+    return ""
 
 
 def _by_common_fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:

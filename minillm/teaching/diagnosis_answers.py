@@ -104,7 +104,7 @@ def _about_parts(parts: Mapping[str, list[Pair]], compare: Compare) -> str:
     if len(wrong) == 1 and len(parts) > 1:
         [name] = wrong
         return f"{fact.partition(';')[0] or name + ' is wrong'}; everything else is right"
-    return fact or (f"{' and '.join(wrong)} are wrong; everything else is right" if len(wrong) < len(parts) else "")
+    return fact or (f"{' and '.join(wrong)} are wrong; everything else is right" if 0 < len(wrong) < len(parts) else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

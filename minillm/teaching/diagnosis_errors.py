@@ -32,11 +32,11 @@ def cause_of_error(error: BaseException | None, own: Callable[[FrameType], bool]
     """
     if error is None:
         return ""
-    kind, message = type(error).__name__, _first_line(error)
+    kind, message, rules = type(error).__name__, _first_line(error), PYTHON
     for retold in (QUOTED, QUOTED_REPR):
         if quoted := retold.match(message):
-            kind, message = quoted["kind"], quoted["message"]
-    for kinds, pattern, sentence in (*PYTHON, *TRITON):
+            kind, message, rules = quoted["kind"], quoted["message"], (*TRITON, *PYTHON)
+    for kinds, pattern, sentence in rules:
         found = re.fullmatch(kinds, kind) and re.fullmatch(pattern, message, re.DOTALL)
         if found:
             groups = [group.replace("'constexpr[", "").replace("]'", "") if group else "" for group in found.groups()]

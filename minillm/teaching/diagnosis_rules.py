@@ -1,4 +1,4 @@
-"""Rules that turn errors of Python, torch and Triton into plain words about a learner's line.
+"""Rules that turn errors of Python, torch, numba and Triton into plain words about a learner's line.
 
 A rule has a regular expression for the error's class, one for its message, and the sentence to show. Both expressions
 must match in full. `{0}`, `{1}` … are the groups of the message.
@@ -41,6 +41,7 @@ PYTHON: tuple[Rule, ...] = (
     ("ZeroDivisionError", r".*", "something is divided by 0 in this case"),
     ("KeyError", r".*", "the key is not in the dict: is that checked first, and is the check the right way round?"),
     ("RecursionError", r".*", "your function calls itself endlessly"),
+    ("StopIteration", r".*", "next found nothing in this case: its second argument is what it returns then"),
     (
         "RuntimeError",
         r"The size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at non-singleton dimension (\d+)",
@@ -60,7 +61,8 @@ PYTHON: tuple[Rule, ...] = (
     (
         "RuntimeError",
         r"output with shape (\[.*?\]) doesn't match the broadcast shape (\[.*?\])",
-        "an in-place operation cannot change the shape: the tensor has shape {0}, the result would have {1}",
+        "values of shape {1} do not fit into a result of shape {0}: is a tensor changed in place, or has a mask other "
+        "rows or columns than the scores?",
     ),
     (
         "RuntimeError",
@@ -165,7 +167,7 @@ PYTHON: tuple[Rule, ...] = (
     ("TypeError", r"list indices must be integers or slices, not (\w+)", "the index of a list is of type {0}"),
     (
         "TypeError",
-        r"unsupported operand type\(s\) for (\S+): '(\w+)' and '(\w+)'",
+        r"unsupported operand type\(s\) for (.+?): '(\w+)' and '(\w+)'",
         "{0} is not defined for a value of type {1} and one of type {2}",
     ),
     (
@@ -188,6 +190,11 @@ PYTHON: tuple[Rule, ...] = (
         r"(\w+)\(\): argument '(\w+)' \(position \d+\) must be (.+), not (\w+)",
         "{0} takes {2} for {1}, and got {3}: are the arguments in this order?",
     ),
+    (
+        "TypeError",
+        r"(\w*sort)\(\) takes from .* positional arguments.*",
+        "{0} with stable=True takes its dimension by name: dim=…",
+    ),
     ("TypeError", r"([\w.<>]+)\(\) missing .*: (.*)", "{0} is called without {1}"),
     ("TypeError", r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'", "{0} has no argument called {1}"),
     (
@@ -198,8 +205,19 @@ PYTHON: tuple[Rule, ...] = (
     ("TypeError", r"unhashable type: '(\w+)'", "a value of type {0} is used as a key, but it cannot be hashed"),
     ("AttributeError", r"module '([\w.]+)' has no attribute '(\w+)'", "there is no {1} in {0}"),
     ("AttributeError", r"'(\w+)' object has no attribute '(\w+)'", "a value of type {0} has no {1}"),
+    (
+        "LessonError",
+        r"numba cannot compile this: .*(?:Cannot (?:cast|unify) \w+ (?:to|and) f32x16"
+        r"|\(f32x16, (?:float|int)\d+\)|\((?:float|int)\d+, f32x16\)).*",
+        "a number stands where a vector is needed: splat(number) makes one",
+    ),
+    (
+        "LessonError",
+        r"numba cannot compile this: .*No implementation of function .*\(f32x16, f32x16\).*",
+        "vectors have +, -, * and /, but no += and no other operators: fma(a, b, sums) is a * b + sums",
+    ),
 )
-"""Rules for errors of Python and torch; the first that matches is used."""
+"""Rules for errors of Python, torch and numba; the first that matches is used."""
 
 TRITON: tuple[Rule, ...] = (
     (
@@ -265,5 +283,39 @@ TRITON: tuple[Rule, ...] = (
         r"mask has unsupported dtype",
         "the mask holds numbers instead of True and False: is a comparison missing?",
     ),
+    (
+        "ValueError",
+        r"Cannot make_shape_compatible: incompatible dimensions at index (\d+): (\d+) and (\d+)",
+        "blocks with {1} and {2} entries along axis {0} are combined: is an axis ([:, None] or [None, :]) missing, or "
+        "the wrong one?",
+    ),
+    (
+        "ValueError",
+        r"arange's arguments must be of type tl\.constexpr",
+        "tl.arange takes constants only, such as BLOCK, and no number that is known only when the kernel runs",
+    ),
+    (
+        "TypeError",
+        r"'int' object is not iterable",
+        "a pointer, a block or a number has no entries to choose from or to loop over: tl.load(pointer + …) reads "
+        "memory, and range(…) counts",
+    ),
+    (
+        "TypeError",
+        r"only (?:0-dimensional|length-1) arrays can be converted to Python scalars",
+        "a block stands where Python needs one number: functions of tl (tl.sqrt, tl.exp …) take blocks, and "
+        "tl.store(pointer + …, …) writes them",
+    ),
+    (
+        "TypeError",
+        r"\w+\(\): argument '\w+' \(position \d+\) must be Tensor, not tensor"
+        r"|didn't match because some of the arguments have invalid types: .*!tensor!.*",
+        "a function of torch takes no block of a kernel: use one of tl (tl.exp, tl.max, tl.where …)",
+    ),
+    (
+        "TypeError",
+        r"unsupported operand type\(s\) for \*\*(?: or pow\(\)|=): 'tensor' and '\w+'",
+        "blocks have no **: x * x is the square of x",
+    ),
 )
-"""Rules for errors of Triton."""
+"""Rules for errors in a kernel, used before those of `PYTHON`."""

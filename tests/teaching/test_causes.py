@@ -40,6 +40,8 @@ LEARNERS = {  # answers that passed once, or were told a wrong cause
         ("int(forward(ids)[-1].argmax())", "forward(ids)[-1].argmax()"): "entries of type Tensor, where int is wanted",
         ("ids[-1] == eos_id", "eos_id in ids"): "because the prompt holds the end-of-text token",
         ("range(max_tokens)", "range(max_tokens if eos_id not in prompt_ids else 0)"): "calls the model 0 times",
+        ("ids.append(int(", "forward(ids); ids.append(int("): "your tokens are right, but the model is called 2 times",
+        ("return ids[", "yield from ids["): "`new tokens` is of type generator instead of list",
     },
     "l02.next_capacity": {
         ("needed <= capacity:", "needed == capacity:"): "shrinks a buffer",
@@ -51,6 +53,14 @@ LEARNERS = {  # answers that passed once, or were told a wrong cause
             "rounds to a whole number"
         ),
     },
+    "l03.arithmetic_intensity": {
+        ("operations / (", "operations // ("): "the right one, rounded down to a whole number",
+        (
+            "return operations / (numbers * bytes_per_value)",
+            "return round(operations / (numbers * bytes_per_value), 2)",
+        ): ("your result is the right one, rounded"),
+    },
+    "l03.mbu": {("return ", "return 0 * "): "must be above 0 here: is something rounded down?"},
     "l03.requests_that_fit": {
         ("max(0, left", "max(1, left"): None,
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -331,9 +332,22 @@ def test_differences_inside_plain_values_are_located(expected, got, says):
     assert says in values_match(expected, got)
 
 
+class Work(NamedTuple):
+    """A learner's own tuple."""
+
+    rows: int
+    pairs: int
+
+
 @pytest.mark.parametrize(
     ("expected", "got"),
-    [(1.0, 1), (1.0, 1.00001), (float("nan"), float("nan")), ({"a": [torch.ones(1)]}, {"a": [torch.ones(1)]})],
+    [
+        (1.0, 1),
+        (1.0, 1.00001),
+        (float("nan"), float("nan")),
+        ({"a": [torch.ones(1)]}, {"a": [torch.ones(1)]}),
+        ((3, 6), Work(3, 6)),
+    ],
 )
 def test_equal_enough_values_match(expected, got):
     assert values_match(expected, got) is None

@@ -187,6 +187,19 @@ def test_a_check_after_the_writing_is_told_to_be_too_late():
     assert "it checks too late" in check_function("l02.append_kv", checks_last).counterexample.cause
 
 
+class CacheFull(ValueError):
+    """A learner's own error."""
+
+
+def test_a_learners_own_kind_of_value_error_passes():
+    def refuses(k: Tensor, v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+        if past + len(new_k) > len(k):
+            raise CacheFull("full")
+        return append_kv(k, v, past, new_k, new_v)
+
+    assert check_function("l02.append_kv", refuses).passed
+
+
 def test_two_views_in_a_list_pass():
     assert check_function("l02.append_kv", lambda *given: list(append_kv(*given))).passed
 

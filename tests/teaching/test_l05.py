@@ -23,6 +23,8 @@ from minillm.teaching.exercises.l05_weights import (
     w8a8_linear,
 )
 from minillm.teaching.registry import find
+from minillm.teaching.variants.l01_to_l05 import MAKERS
+from minillm.teaching.variants.random_numbers import Draw
 
 SEEDS = st.integers(0, 10_000)
 
@@ -160,12 +162,20 @@ def test_statistics_are_not_needed_by_the_schemes_that_the_lesson_calls_calibrat
         assert scheme.quantize(torch.ones(2, 8), LayerStatistics())
 
 
-def test_a_product_of_dequantised_matrices_passes():
-    def dequantised(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        x_codes, x_scale = quantise_rows(x)
-        return (x_codes * x_scale[:, None]) @ (codes * scale[:, None]).T
+def _dequantised(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    x_codes, x_scale = quantise_rows(x)
+    return (x_codes * x_scale[:, None]) @ (codes * scale[:, None]).T
 
-    assert check_function("l05.w8a8_linear", dequantised).passed
+
+def test_a_product_of_dequantised_matrices_passes():
+    assert check_function("l05.w8a8_linear", _dequantised).passed
+
+
+@pytest.mark.parametrize("number", [312, 460, 755])
+def test_no_drawn_case_has_a_sum_that_nearly_cancels(number: int):
+    exercise = find("l05.w8a8_linear")
+    case = MAKERS[exercise.name](Draw(b"secret", "student", exercise.name, number))
+    assert exercise.compare(exercise.reference(*case.args), _dequantised(*case.args)) is None
 
 
 def test_the_report_of_a_wrong_direction_names_it():

@@ -84,6 +84,25 @@ def test_books_balance_whatever_is_allocated_and_released(moves: list[tuple[int,
     pool.check_integrity(tables)
 
 
+@pytest.mark.parametrize("name", ["free", "ref_counts"])
+def test_a_list_that_is_made_anew_and_not_changed_is_named(name: str):
+    def takes(free: list[int], ref_counts: list[int], count: int) -> list[int] | None:
+        if count > len(free):
+            return None
+        taken, left = free[len(free) - count :], free[: len(free) - count]  # in the wrong order
+        if name == "free":
+            free = left
+            for block in taken:
+                ref_counts[block] = 1
+        else:
+            free[:] = left
+            ref_counts = [1 if block in taken else owners for block, owners in enumerate(ref_counts)]
+        return taken
+
+    cause = check_function("l06.allocate", takes).counterexample.cause
+    assert cause.startswith(f"{name} must be changed in place, and is not")
+
+
 def test_a_copy_is_written_without_touching_the_original():
     keys = torch.arange(8.0)
     values = -keys

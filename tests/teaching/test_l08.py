@@ -247,6 +247,33 @@ def test_masked_lanes_without_other_are_undefined_but_may_be_ignored():
     assert "depends on masked lanes of `tl.load(x_ptr + row * columns + column, mask=inside)`" in report
 
 
+def test_masked_lanes_without_other_are_undefined_in_a_kernel_that_is_called_too():
+    source = """
+        @triton.jit
+        def block(ptr, columns, BLOCK: tl.constexpr):
+            column = tl.arange(0, BLOCK)
+            return tl.load(ptr + column, mask=column < columns).to(tl.float32)
+
+        @triton.jit
+        def row_of(ptr, row, columns, BLOCK: tl.constexpr):
+            return block(ptr + row * columns, columns, BLOCK)
+
+        @triton.jit
+        def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, columns, eps, BLOCK: tl.constexpr):
+            row, column = tl.program_id(0), tl.arange(0, BLOCK)
+            x = row_of(x_ptr, row, columns, BLOCK)
+            mean = tl.sum(x * x, 0) / columns
+            out = x / tl.sqrt(mean + eps) * block(weight_ptr, columns, BLOCK)
+            tl.store(out_ptr + row * columns + column, out, mask=column < columns)
+    """
+    x, weight = torch.tensor([[1.0, -2.0, 3.0]]), torch.ones(3)
+    with pytest.raises(KernelError, match=r"depends on masked lanes of `tl.load\(ptr \+ column"):
+        run_rms_norm(kernel_of(source), x, weight, 1e-5, 4)
+    called = "row_of(x_ptr, row, columns, BLOCK)"
+    chosen = source.replace(called, f"tl.where(column < columns, {called}, 0.0)")
+    holds(run_rms_norm(kernel_of(chosen), x, weight, 1e-5, 4), rms_norm(x, weight, 1e-5))
+
+
 @pytest.mark.parametrize(
     ("load", "count"),
     [
@@ -277,7 +304,9 @@ def test_loads_without_other_are_found_in_the_source(load: str, count: int):
         ("on = c < n\n    x = tl.load(p + on + c)", 1),
         ("x = tl.load(p + tl.load(q + row))", 0),
         ("at = p + row * n\n    at += c\n    x = tl.load(at)", 1),
-        ("if n:\n        x = tl.load(p + c)", 1),
+        ("if n > 7:\n        x = tl.load(p + c)\n    else:\n        x = tl.load(p + c, mask=c < n)", 0),
+        ("if n < 8:\n        x = tl.load(p + c, mask=c < n)\n    else:\n        x = tl.load(p + c)", 0),
+        ("x = tl.load(p + c) if n > 7 else tl.load(p + c, mask=c < n)", 0),
         ("x = tl.load(p + c[:, None] * n)", 1),
         ("m = tl.max(tl.load(p + c, mask=c < n), 0)\n    x = tl.load(p + m)", 0),
         ("r, d = 0, tl.arange(0, 8)\n    x = tl.load(p + d)", 1),

@@ -25,10 +25,12 @@ from minillm.teaching.exercises.l13_compressing_the_cache import (
     kept_clusters,
     low_rank,
 )
+from minillm.teaching.grading.hidden_cases import hidden_cases
 from minillm.teaching.workshop import l13_layouts as layouts
 from minillm.teaching.workshop import l13_measure as measure
 from minillm.teaching.workshop import l13_rope as rope
 from tests.cache.steps import small_config
+from tests.teaching.answers import key_of
 
 ROW = [*((7 * i * i + 3 * i) % 300 for i in range(71)), 0]  # begins and ends with the same token
 PROMPT = 60
@@ -109,6 +111,16 @@ def test_absorbing_changes_no_output_and_no_basis_of_this_rank_loses_less(seed: 
     torch.testing.assert_close(torch.einsum("r,hir->i", coordinates, absorbed), restored, rtol=1e-3, atol=1e-4)
     lost = (weight - basis @ basis.T @ weight).square().sum()
     torch.testing.assert_close(lost, torch.linalg.svdvals(weight)[rank:].square().sum(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("student", [32, 244, 321])
+def test_no_hidden_case_of_low_rank_depends_on_rounding(student: int) -> None:
+    """Students whose first draws had singular values that nearly agree."""
+    key = key_of("l13.low_rank")
+    for case in hidden_cases(key, b"a secret of sixteen and more bytes", f"student{student}"):
+        weight, out, rank = case.args
+        exact = tuple(part.float() for part in low_rank(weight.double(), out.double(), rank))
+        assert key.exercise.compare(low_rank(weight, out, rank), exact) is None
 
 
 def test_the_rotation_is_that_of_the_engine() -> None:

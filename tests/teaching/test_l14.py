@@ -113,6 +113,12 @@ def test_what_is_used_fits_and_is_moved_to_where_it_is_wanted(entries: list[Key]
         ("rerotate", lambda k, f, d: rerotate(k, f, -d), "the wrong way"),
         ("find_entry", lambda entries, wanted: (0, 0, True) if entries else None, ""),
         ("find_entry", lambda entries, wanted: (len(entries), 0, True), "there is no entry"),
+        ("find_entry", lambda *a: find_entry(*a) or (-1, 0, False), "no entry can be used: return None"),
+        (
+            "find_entry",
+            lambda *a: found and (*found[:2], "exact") if (found := find_entry(*a)) else None,
+            "True or False",
+        ),
     ],
 )
 def test_likely_wrong_answers_are_named(name: str, answer, cause: str) -> None:

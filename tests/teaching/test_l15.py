@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from minillm import LLM, SamplingParams
 from minillm.errors import LessonError
-from minillm.ops.cpu.simd import LANES, load, store
+from minillm.ops.cpu.simd import LANES, fma, load, splat, store
 from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l15_under_100_ms import (
     PARTS,
@@ -170,6 +170,12 @@ def test_a_kernel_that_leaves_its_array_is_told_so():
     assert "wrote 16 numbers outside of y" in report
 
 
+def _product(body: str) -> FunctionType:
+    space = {"fma": fma, "load": load, "splat": splat, "store": store, "LANES": LANES}
+    exec(f"def panel_product(panels, x, y):\n    {body}", space)
+    return space["panel_product"]
+
+
 STRAYING = {
     "a panel per output": "for panel in range(y.shape[0]): store(y, panel * LANES, load(panels, panel * LANES))",
     "reads behind x": "store(y, 0, load(x, len(x)))\n    store(y, 0, load(panels, 0))",
@@ -180,9 +186,7 @@ STRAYING = {
 
 @pytest.mark.parametrize("body", STRAYING.values(), ids=STRAYING)
 def test_a_product_that_leaves_its_arrays_never_passes_and_never_ends_the_process(body: str):
-    space = {"store": store, "load": load, "LANES": LANES}
-    exec(f"def panel_product(panels, x, y):\n    {body}", space)
-    result = check_function(PRODUCT, space["panel_product"])
+    result = check_function(PRODUCT, _product(body))
     assert result.status is Status.FAILED, str(result)
 
 
@@ -201,6 +205,20 @@ def test_a_function_that_numba_does_not_understand_is_told_so():
 
     report = str(check_function(PRODUCT, prints_a_dictionary))
     assert "numba cannot compile this" in report and len(report) < 2500
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("store(y, 0, fma(load(panels, 0), x[0], load(panels, 0)))", "splat(number) makes one"),
+        ("sums = 0.0\n    for _ in x: sums = fma(sums, sums, load(panels, 0))", "splat(number) makes one"),
+        ("store(y, 0, load(panels, 0) * x[0])", "splat(number) makes one"),
+        ("sums = load(panels, 0)\n    sums += sums\n    store(y, 0, sums)", "fma(a, b, sums) is a * b + sums"),
+    ],
+)
+def test_what_numba_says_of_vectors_is_told_in_words(body: str, cause: str):
+    report = check_function(PRODUCT, _product(body))
+    assert report.counterexample.cause.endswith(cause), str(report)
 
 
 def test_a_compiled_stub_is_not_done_yet():

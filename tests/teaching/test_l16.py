@@ -209,6 +209,9 @@ def test_a_step_of_a_cluster_reads_or_computes_and_then_exchanges() -> None:
         lambda x, w, b, rank, size: torch.addmm(input=b.chunk(size)[rank], mat1=x, mat2=w.chunk(size)[rank].T),
         lambda x, w, b, rank, size: b.chunk(size)[rank].addmm(mat1=x, mat2=w.chunk(size)[rank].T),
         lambda x, w, b, rank, size: torch.inner(x, w.chunk(size)[rank]) + b.chunk(size)[rank],
+        lambda x, w, b, rank, size: (
+            torch.cat((x, torch.ones(len(x), 1)), 1) @ torch.cat((w, b[:, None]), 1).chunk(size)[rank].T
+        ),
     ],
 )
 def test_other_split_products_pass(answer) -> None:
@@ -224,6 +227,8 @@ def test_other_split_products_pass(answer) -> None:
         lambda x, w: torch.linalg.vecdot(x[:, None], w),
         lambda x, w: torch.zeros(len(x), len(w)).addmm_(x, w.T),
         lambda x, w: w.T.__rmatmul__(x),
+        lambda x, w: torch.stack([x @ row for row in w], 1),
+        lambda x, w: torch.cat([x @ part.T for part in w.split(1)], 1),
     ],
 )
 def test_products_with_the_whole_matrix_are_not_split(product) -> None:

@@ -27,6 +27,7 @@ from minillm.teaching.exercises.l17_beside_inference import (
     one_bit_and_exact,
     tiled_lse,
 )
+from minillm.teaching.source import edited
 from minillm.teaching.workshop import l17_model as measure
 from minillm.teaching.workshop import l17_training as training
 from tests.conftest import TinyPair
@@ -108,6 +109,15 @@ def test_other_ways_through_tiles_pass(part) -> None:
         return total
 
     assert check_function("l17.tiled_lse", stacked).passed
+
+
+@pytest.mark.parametrize("tile", [1, 2, 7])
+def test_the_log_sum_exps_of_all_tiles_may_be_collected(tile: int) -> None:
+    def collected(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
+        return torch.stack([(x @ part.T / temperature).logsumexp(1) for part in y.split(tile)]).logsumexp(0)
+
+    x, y = numbers(2, 2), numbers(30, 2, seed=1)
+    assert drive.lse_of_tiles(collected, x, y, 1.0, tile)["one tile at a time"]
 
 
 def test_a_product_of_numpy_is_refused() -> None:
@@ -272,6 +282,11 @@ def test_int4_is_smaller_and_coarser_than_int8() -> None:
         ),
         ("backward_in_chunks", lambda run, chunks, kept: torch.zeros_like(kept), "no gradient has arrived"),
         ("backward_in_chunks", lambda run, chunks, kept: 3, "return what was sent"),
+        (
+            "backward_in_chunks",
+            edited(backward_in_chunks, (".detach().requires_grad_()", "")),
+            "past does not require a gradient",
+        ),
         ("blast_apply", lambda x, u, s, v: x[:, :1], "a row of all outputs"),
         (
             "blast_apply",

@@ -31,14 +31,16 @@ def unmasked_loads(tree: ast.FunctionDef | None) -> list[str]:
     """The source of each call of `tl.load` that loads a block without a mask.
 
     A block is an expression made from `tl.arange`. If `%`, `tl.minimum`, `tl.where`, `tl.clamp` or a product with a
-    condition keeps its offsets inside the tensor, it needs no mask. Only the source is examined; the kernel does not
-    run.
+    condition keeps its offsets inside the tensor, it needs no mask. Nor does it in a branch, which may be there for
+    whole blocks only. Only the source is examined; the kernel does not run.
     """
     found: list[str] = []
     kinds: dict[str, str] = {}
+    in_branch = _in_branches(tree)
     for node in _in_order(tree.body if tree else []):
         for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
-            if _is_load(call) and not _is_masked(call) and _kind(call.args[0], kinds) == "block":
+            may_leave = _is_load(call) and not _is_masked(call) and _kind(call.args[0], kinds) == "block"
+            if may_leave and call not in in_branch:
                 found.append(ast.unparse(call))
         kinds.update({name: _kind(value, kinds) for name, value in _bound(node)})
     return found
@@ -74,6 +76,16 @@ def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
             yield from _in_order(inner)
         else:
             yield node
+
+
+def _in_branches(tree: ast.FunctionDef | None) -> set[ast.AST]:
+    """All nodes that run only if a condition holds, or only if it does not."""
+    choices = [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))] if tree else []
+    return {part for choice in choices for node in _branches(choice) for part in ast.walk(node)}
+
+
+def _branches(choice: ast.If | ast.IfExp) -> list[ast.AST]:
+    return [*choice.body, *choice.orelse] if isinstance(choice, ast.If) else [choice.body, choice.orelse]
 
 
 def _bound(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:

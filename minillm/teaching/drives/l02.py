@@ -29,7 +29,7 @@ def use_append(append: Function, capacity: int, past: int, num_new: int) -> dict
     except Exception as error:
         if not _is_intended(error):
             raise
-        raised, returned = type(error).__name__, (None, None)
+        raised, returned = "ValueError" if isinstance(error, ValueError) else type(error).__name__, (None, None)
     is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
     keys, values = returned if is_pair else (returned, returned)  # what is no pair is shown as it is
     views = _same_memory(keys, cache_k) and _same_memory(values, cache_v)

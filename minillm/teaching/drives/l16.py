@@ -20,14 +20,15 @@ OTHER_AXES = "0123456789"
 
 
 class Products(TorchFunctionMode):
-    """The matrix products that PyTorch computes: the most results of one, and the most inputs of one result.
+    """The matrix products that PyTorch computes: the most results of one, the most inputs of one result, and the
+    multiplications of all.
 
     A sum of element-wise products is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.results = self.inputs = 0
+        self.results = self.inputs = self.multiplications = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refuse_numpy(func)
@@ -53,6 +54,7 @@ class Products(TorchFunctionMode):
 
     def _count(self, found: Tensor, inputs: int) -> None:
         self.results, self.inputs = max(self.results, found.numel()), max(self.inputs, inputs)
+        self.multiplications += found.numel() * inputs
 
 
 def _summed(equation: str, operands: Sequence[Any]) -> int:
@@ -72,10 +74,12 @@ def _summed(equation: str, operands: Sequence[Any]) -> int:
 
 
 def own_outputs(function: Function, x: Tensor, weight: Tensor, bias: Tensor, rank: int, size: int) -> dict[str, object]:
-    """The outputs of a rank, and whether no product had more results than these."""
+    """The outputs of a rank, and whether all products together are no larger than theirs, with one input more for the
+    bias."""
     with Products() as products:
         found = function(x, weight, bias, rank, size)
-    return {"returned": found, "own outputs only": products.results <= len(x) * len(weight) // size}
+    room = len(x) * (len(weight) // size) * (weight.shape[1] + 1)
+    return {"returned": found, "own outputs only": products.multiplications <= room}
 
 
 def sums_of_parts(function: Function, parts: Sequence[Tensor], weight: Tensor, bias: Tensor) -> dict[str, object]:

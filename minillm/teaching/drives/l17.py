@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from minillm.beside.chunked_training import SavedBytes
+from minillm.teaching.drives.l16 import Products
 from minillm.teaching.drives.only_torch import refuse_numpy
 
 Function = Callable[..., Any]
@@ -37,13 +38,14 @@ def _memory(x: Tensor) -> int:
 
 
 def lse_of_tiles(function: Function, x: Tensor, y: Tensor, temperature: float, tile: int) -> dict[str, object]:
-    """The result, and whether no tensor but views of the inputs was larger than x, a tile of y, a tile of similarities
-    with one column more, or one number for each row of x and tile."""
-    with LargestTensor(x, y) as largest:
+    """The result, and whether no matrix product was larger than x or a tile of similarities with one column more, and
+    no other tensor but views of the inputs larger than that, a tile of y, or one number for each row of x and tile."""
+    with LargestTensor(x, y) as largest, Products() as products:
         found = function(x, y, temperature, tile)
-    parts = len(x) * -(-len(y) // tile) if tile > 1 else 0  # tiles of one column are all similarities
-    room = max(len(x) * (tile + 1), parts, x.numel(), tile * y.shape[1])
-    return {"returned": found, "one tile at a time": largest.numbers <= room}
+    similarities = max(len(x) * (tile + 1), x.numel())
+    room = max(similarities, len(x) * -(-len(y) // tile), tile * y.shape[1])
+    small = products.results <= similarities and largest.numbers <= room
+    return {"returned": found, "one tile at a time": small}
 
 
 def product(function: Function, x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> dict[str, object]:

@@ -65,6 +65,14 @@ UNPACK = wrong_versions(
         "adds 16 to the codes above 7 instead of subtracting 16": ("nibbles - 16", "nibbles + 16"),
         "subtracts 17 from the codes above 7 instead of 16": ("nibbles - 16", "nibbles - 17"),
         "subtracts the codes above 7 from 16, so that they lose their sign": ("nibbles - 16", "16 - nibbles"),
+        "gives a sign to the high halves, and not to the low ones": (
+            "nibbles > 7",
+            "(nibbles > 7) & (torch.arange(nibbles.shape[-1]) % 2 == 1)",
+        ),
+        "gives a sign to the low halves, and not to the high ones": (
+            "nibbles > 7",
+            "(nibbles > 7) & (torch.arange(nibbles.shape[-1]) % 2 == 0)",
+        ),
         "puts all low halves before all high halves": ("dim=-1", "dim=0"),
         "computes in uint8, which has no negative numbers: cast to int8 first": (".to(torch.int8)", ""),
     },
@@ -139,6 +147,7 @@ BYTES = wrong_versions(
     {
         "subtracts the bytes of the groups instead of adding them": (" + numbers", " - numbers"),
         "multiplies the bits by 8 instead of dividing: a byte has 8 bits": ("bits // 8", "bits * 8"),
+        "divides the bits by 8 before it multiplies: 4 // 8 is 0": ("numbers * bits // 8", "numbers * (bits // 8)"),
         "leaves out the width of a head": (" * config.head_dim", ""),
         "leaves out layers, heads, keys and values: it counts one head": (
             "2 * config.num_layers * config.num_kv_heads * config.head_dim",

@@ -120,6 +120,7 @@ AWQ = wrong_versions(
         "does not raise the mean to the power a, so that all candidates are alike": (".pow(a)", ""),
         "limits s to at least 2e-4; the limit is 1e-4": ("1e-4", "2e-4"),
         "adds errors with their signs, so that they cancel out; add their squares": (".square()", ""),
+        "compares the largest errors; it must be the sums of the squares": (".square().sum()", ".abs().amax()"),
         "does not subtract the exact output, so that small outputs win instead of small errors": ("- exact", "+ exact"),
         "divides s by x instead of x by s": ("(x / s)", "(s / x)"),
     },

@@ -67,11 +67,11 @@ ALLOCATE = (
         "removes blocks from the free list although it returns None, so that they are lost", _takes_then_fails
     ),
     WrongVersion(
-        "leaves the taken blocks without an owner",
+        "leaves the taken blocks without an owner in the caller's ref_counts (ref_counts = … makes another list)",
         lambda free, ref_counts, count: allocate(free, list(ref_counts), count),
     ),
     WrongVersion(
-        "does not remove the taken blocks from the free list",
+        "does not remove the taken blocks from the caller's free list (free = … makes another list)",
         lambda free, ref_counts, count: allocate(list(free), ref_counts, count),
     ),
     WrongVersion("sets each reference count to `count` instead of 1", _counts_up_from_one),
@@ -118,7 +118,11 @@ def _to_the_front(free: list[int], ref_counts: list[int], block_ids: list[int]) 
 
 RELEASE = (
     WrongVersion("frees a shared block while others still read it", _all_owners_gone),
-    WrongVersion("never appends a block to the free list: a leak", _releasing(lambda owners: False)),
+    WrongVersion(
+        "never appends a block to the caller's free list: a leak (is the count lowered before it is tested, and free "
+        "changed in place? free = … makes another list)",
+        _releasing(lambda owners: False),
+    ),
     WrongVersion("appends a block to the free list although it still has an owner", _releasing(lambda owners: True)),
     WrongVersion("frees a block that has one owner left", _releasing(lambda owners: owners <= 1)),
     WrongVersion("does not lower the reference count", _releasing(lambda owners: owners == 1, lowers=False)),
@@ -520,7 +524,8 @@ OWN = (
     ),
     WrongVersion("frees the old block although it has other owners", _old_is_freed),
     WrongVersion(
-        "leaves the old block in the table, so that the request writes into a shared block",
+        "leaves the old block in the caller's block_table (block_table = … makes another list), so that the request "
+        "writes into a shared block",
         lambda table, *rest: own_block(list(table), *rest),
     ),
     WrongVersion("appends the copy to the table instead of replacing the old block", _appends),

@@ -68,6 +68,10 @@ ATTENTION = wrong_versions(
     {
         "starts one token before the first, so that the last one is left out": ("block_table, 0,", "block_table, -1,"),
         "inverts the mask: it hides visible keys and shows hidden ones": ("<= positions", "> positions"),
+        "has a mask of 0 and 1, which are added to the scores; it must hold True and False": (
+            "values[slots], mask)",
+            "values[slots], mask.float())",
+        ),
         "has a mask without rows: the query positions need a column, [:, None]": (
             "positions[:, None]",
             "positions[None, :]",

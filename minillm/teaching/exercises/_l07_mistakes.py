@@ -120,6 +120,10 @@ BUDGET = (
         _sharing(lambda tokens, budget, behind: min(tokens, budget)),
     ),
     WrongVersion(
+        "gives each request at least one token without reserving it, so that the shares exceed the budget",
+        _sharing(lambda tokens, budget, behind: max(1, min(tokens, budget))),
+    ),
+    WrongVersion(
         "computes a prompt only if all of it fits: no chunks",
         _sharing(lambda tokens, budget, behind: tokens if tokens <= budget else 0),
     ),

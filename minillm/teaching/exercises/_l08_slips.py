@@ -81,7 +81,8 @@ COPY: Edits = {
 
 SOFTMAX: Edits = {
     **MASKS,
-    "uses program_id(1) as the row, which is 0 in all programs": ("program_id(0)", "program_id(1)"),
+    "handles the first row only: its address has no row (program_id(1) is 0 in all programs), or its mask compares the "
+    "place in the tensor, not the column, with columns": ("program_id(0)", "program_id(1)"),
     "loads +inf for masked lanes; they must be -inf": ('-float("inf")', 'float("inf")'),
     "loads -100 for masked lanes, which is more than low scores; they must be -inf": ('float("inf")', "100.0"),
     "loads -1000 for masked lanes, which low scores reach; they must be -inf": ('float("inf")', "1000.0"),
@@ -99,7 +100,8 @@ SOFTMAX: Edits = {
 
 RMS_NORM: Edits = {
     **MASKS,
-    "uses program_id(1) as the row, which is 0 in all programs": ("program_id(0)", "program_id(1)"),
+    "handles the first row only: its address has no row (program_id(1) is 0 in all programs), or its mask compares the "
+    "place in the tensor, not the column, with columns": ("program_id(0)", "program_id(1)"),
     "loads 1 for masked lanes of x, which counts in the sum of squares": (
         "columns + column, mask=inside, other=0.0",
         "columns + column, mask=inside, other=1.0",
@@ -134,6 +136,10 @@ DEQUANTISE: Edits = {
     "multiplies in the type of the scale: with bfloat16 scales the product must be computed in float32": (
         "codes.to(tl.float32) * scale.to(tl.float32)[:, None]",
         "codes.to(scale.dtype) * scale[:, None]",
+    ),
+    "multiplies in bfloat16, whatever the type of the scale; it must be float32": (
+        "codes.to(tl.float32) * scale.to(tl.float32)[:, None]",
+        "codes.to(tl.bfloat16) * scale.to(tl.bfloat16)[:, None]",
     ),
     "masks by place < rows * columns alone, so that lanes beyond the end of a row write into the next row": (
         "(row < rows)[:, None] & (column < columns)[None, :]",

@@ -99,6 +99,10 @@ GAMMA = (
         _fastest(lambda alphas, c, v, g: expected_tokens(alphas[:g]) / ((g > 0) * c + v[g])),
     ),
     WrongVersion(
+        "multiplies the times of drafting and of verifying: (1 + γ·c)·v[γ]; they add up",
+        _fastest(lambda alphas, c, v, g: expected_tokens(alphas[:g]) / ((1 + g * c) * v[g])),
+    ),
+    WrongVersion(
         "leaves out the token that the target adds to every round",
         _fastest(lambda alphas, c, v, g: (expected_tokens(alphas[:g]) - 1 if g else 1) / (g * c + v[g])),
     ),

@@ -189,6 +189,10 @@ GAMMA: Edits = {
     "multiplies tokens by time; speed is tokens divided by time": ("tokens / (", "tokens * ("),
     "compares tokens without dividing by the time they take": (f" / ({_SECONDS})", ""),
     "subtracts the time of verifying from that of drafting instead of adding it": ("+ verify", "- verify"),
+    "multiplies the times of drafting and of verifying: (1 + γ·c)·v[γ]; they add up": (
+        _SECONDS,
+        "(1 + gamma * draft_cost) * verify_costs[gamma]",
+    ),
     "divides the number of draft tokens by their cost instead of multiplying": ("gamma * draft", "gamma / draft"),
     "picks the slowest: min instead of max, or time per token instead of tokens per time": ("max(", "min("),
     "never picks the largest number": (

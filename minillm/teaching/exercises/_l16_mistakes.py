@@ -255,6 +255,10 @@ def _only_whole(blocks: Sequence[int], cached: Sequence[set[int]], queued: Seque
     return min(range(len(cached)), key=lambda r: (not cached[r].issuperset(blocks), queued[r]))
 
 
+def _after_the_last_gap(blocks: Sequence[int], cached: Sequence[set[int]], queued: Sequence[int]) -> int:
+    return route(blocks[::-1], cached, queued)
+
+
 def _last_of_equals(blocks: Sequence[int], cached: Sequence[set[int]], queued: Sequence[int]) -> int:
     swapped = len(cached) - 1 - route(blocks, cached[::-1], queued[::-1])
     return swapped
@@ -268,6 +272,9 @@ ROUTE = (
     WrongVersion("counts all cached blocks; those after the first missing one cannot be used", _counts_all),
     WrongVersion("looks at the first block only", _first_block_only),
     WrongVersion("sends a request to a cache only if all of its blocks are there", _only_whole),
+    WrongVersion(
+        "counts the cached blocks after the last missing one; those before the first count", _after_the_last_gap
+    ),
     WrongVersion("takes the last of equals", _last_of_equals),
     WrongVersion("computes the replica from a hash, and looks neither at caches nor at queues", _by_hash),
     *wrong_versions(

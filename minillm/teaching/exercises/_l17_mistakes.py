@@ -37,12 +37,19 @@ def _whole_tiles_only(x: Tensor, y: Tensor, temperature: float, tile: int) -> Te
     return tiled_lse(x, y[: max(len(y) // tile, 1) * tile], temperature, tile)
 
 
+def _chunks(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
+    return torch.stack([(x @ part.T / temperature).logsumexp(1) for part in y.chunk(tile)]).logsumexp(0)
+
+
 _PART = "part = (x @ y[first : first + tile].T / temperature).logsumexp(1)"
 _MERGE = "lse = torch.logaddexp(lse, part)"
 
 LSE = (
     WrongVersion("makes the whole matrix of similarities; a tile of it is enough", _whole),
     WrongVersion("goes through the rows of x, and makes a row of all similarities; tile is never used", _rows_of_x),
+    WrongVersion(
+        "cuts y into as many tiles as a tile is to have rows: chunk(n) makes n parts, split(n) n rows", _chunks
+    ),
     WrongVersion("makes a tensor as large as all of y; a tile of it is enough", _scaled_first),
     WrongVersion("sums exponentials without taking the maximum out: large similarities overflow", _overflowing),
     WrongVersion("leaves out the last rows of y if they do not fill a tile", _whole_tiles_only),
@@ -93,7 +100,10 @@ BACKWARD = wrong_versions(
     {
         "brings nothing of what later chunks sent to this chunk's rows: it is forgotten, not multiplied by the rows, "
         "or computed too late": (_TARGET, "loss.backward()"),
-        "forgets the chunk's own loss": (_TARGET, "(rows * sent[start:end]).sum().backward()"),
+        "leaves past.grad at None: past does not require a gradient, or the chunk's own loss is missing": (
+            _TARGET,
+            "(rows * sent[start:end]).sum().backward()",
+        ),
         "keeps what the last user sent only; all later chunks send something, and it adds up": (
             "sent[:start] += past.grad",
             "sent[:start] = past.grad",

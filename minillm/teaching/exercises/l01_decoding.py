@@ -504,7 +504,11 @@ def _drops_eos(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id:
 def _diagnose_loop(attempt: Attempt) -> str | None:
     """Whether the number of calls, their inputs or the returned tokens are wrong."""
     expected, got = attempt.expected, attempt.got
+    if not isinstance(got["new tokens"], (list, tuple)):
+        return None
     calls, should = len(got["rows per forward"]), len(expected["rows per forward"])
+    if calls != should and got["new tokens"] == expected["new tokens"]:
+        return f"your tokens are right, but the model is called {calls} times instead of {should}: once per token"
     if calls != should:
         return f"your function calls the model {calls} times instead of {should}: check what ends the loop"
     if got["rows per forward"] != expected["rows per forward"]:

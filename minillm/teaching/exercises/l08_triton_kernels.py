@@ -162,7 +162,7 @@ _COPY = Exercise(
         ),
         _planted(
             "copy_kernel",
-            "loads one lane too many (<= instead of <)",
+            "loads past the end of x: the mask of its load is missing, or has <= instead of <",
             ("x_stride + column, mask=inside", "x_stride + column, mask=column <= columns"),
         ),
         _planted(
@@ -275,7 +275,7 @@ def _rms_cases() -> list[Case]:
         Case("one row that fills its block", (torch.tensor([[1.0, -2.0, 3.0, 0.5]]), torch.ones(4), 1e-5, 4)),
         Case("five columns in a block of eight", (torch.tensor([[1.0, -2.0, 3.0, 0.5, 1.5]]), ones, 1e-5, 8)),
         Case("a weight per column, two rows", (_grid_of(2, 3) + 1, torch.tensor([1.0, 0.5, -2.0]), 1e-5, 4)),
-        Case("a row so small that eps counts", (torch.tensor([[1e-3, -2e-3, 1e-3, 3e-3]]), torch.ones(4), 1e-5, 4)),
+        Case("a row so small that eps counts", (1e-3 * torch.tensor([[1.0, -2.0, 1.0, 3.0, 2.0]]), ones, 1e-5, 8)),
         Case("float16 numbers whose squares do not fit: 300² > 65504", (half, ones.half(), 1e-5, 8)),
         Case("every tensor ends where its memory ends", (_grid_of(2, 5) + 1, ones, 1e-5, 8, True)),
     ]
@@ -311,6 +311,12 @@ _RMS_NORM = Exercise(
             "rms_norm_kernel", "divides the sum by BLOCK instead of the number of columns", ("/ columns", "/ BLOCK")
         ),
         _planted("rms_norm_kernel", "forgets eps", ("mean + eps", "mean")),
+        _planted(
+            "rms_norm_kernel",
+            "adds eps to every square, also in masked lanes; it must be added to the mean",
+            ("x * x", "x * x + eps"),
+            ("mean + eps", "mean"),
+        ),
         _planted(
             "rms_norm_kernel",
             "adds eps after the square root and not under it",

@@ -88,6 +88,7 @@ _GAMMA = Exercise(
         Case("the first draft is rarely accepted, later ones always", ([0.4, 1.0, 1.0, 1.0], 0.125, _FREE[:5])),
         Case("free drafts, never accepted: all numbers are equally fast", ([0.0] * 4, 0.0, _FREE[:5])),
         Case("verifying four takes as long as verifying one", ([0.5] * 4, 0.0, [1.0, 1.5, 1.5, 1.5, 1.5])),
+        Case("the same, and a draft costs a tenth of a step", ([0.6] * 4, 0.1, [1.0, 1.5, 1.5, 1.5, 1.5])),
         Case("a jump: verifying four rows needs a second pass", ([0.9] * 5, 0.02, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0])),
         Case("verifying two is cheaper than verifying one", ([0.25, 0.25], 0.0, [1.0, 1.5, 1.25])),
         Case("cheap drafts, nearly always accepted", ([0.97] * 6, 0.03, [1 + 0.03 * g for g in range(7)])),

@@ -171,11 +171,15 @@ def _about_entry(attempt: Attempt) -> str | None:
         return "return None, or three values: an index, a number of positions, and whether the entry is exact"
     index, shift, exact = got
     if not isinstance(index, int | np.integer) or not 0 <= index < len(entries):
+        if expected is None:
+            return "no entry can be used: return None"
         return f"there is no entry {index}: the entries are 0 to {len(entries) - 1}"
     entry = entries[index]
     for name in ("text", "model", "dtype", "format"):
         if getattr(entry, name) != getattr(wanted, name):
             return f"entry {index} has the {name} {getattr(entry, name)!r}; {getattr(wanted, name)!r} is wanted"
+    if not isinstance(exact, bool | np.bool_):
+        return "the third value is True or False: whether the entry is exact"
     if exact != (entry.before == wanted.before):
         return f"entry {index} is {'exact' if not exact else 'not exact'}: compare the tokens before it"
     if entry.start + shift != wanted.start:

@@ -313,6 +313,7 @@ _GAMMA = Exercise(
         Case("a draft token costs a quarter of a step", (0.8, 0.25, _FREE)),
         Case("a draft token costs as much as a step of the target", (0.9, 1.0, _FREE)),
         Case("cheap draft tokens, but verifying one doubles the step", (0.6, 0.1, [1.0, 2.0, 2.2, 2.4, 2.6])),
+        Case("verifying four takes as long as verifying one", (0.6, 0.1, [1.0, 1.5, 1.5, 1.5, 1.5])),
         Case("nothing can be verified", (0.9, 0.1, [1.0])),
         Case("draft tokens are never accepted and cost nothing: all numbers are equal", (0.0, 0.0, _FREE)),
         Case("draft tokens are always accepted", (1.0, 0.05, _FREE)),

@@ -25,7 +25,7 @@ def _about_outputs(attempt: Attempt) -> str | None:
     if isinstance(got, Tensor) and got.dim() == 2 and got.shape != expected.shape:
         return f"rank {attempt.case.args[3]} of {attempt.case.args[4]} has {expected.shape[1]} of the outputs"
     return about_tensor(expected, got, ("token", "output")) or unless(
-        attempt, "own outputs only", "a product has more results than the rank's own outputs"
+        attempt, "own outputs only", "the products are more than those of the rank's own outputs"
     )
 
 
@@ -238,6 +238,7 @@ _ROUTE = Exercise(
         Case("equal in everything: the first", ([7, 8], [{7}, {7}, {7}], [1, 1, 1])),
         Case("later blocks without the first are useless", ([7, 8, 9], [{8, 9}, {7}], [0, 3])),
         Case("a gap ends the beginning", ([7, 8, 9, 10], [{7, 9, 10}, {7, 8}], [0, 3])),
+        Case("later blocks without the first do not outweigh a queue", ([7, 8, 9], [{8, 9}, set()], [5, 0])),
         Case("the last block counts, too", ([7, 8], [{7}, {7, 8}], [0, 4])),
         Case("a long queue does not outweigh a block", ([7, 8, 9], [set(), {7}], [0, 99])),
         Case("three different beginnings", ([7, 8, 9], [{7, 8}, {7}, set()], [5, 0, 3])),

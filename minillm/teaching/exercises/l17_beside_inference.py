@@ -55,6 +55,7 @@ def _lse_cases() -> list[Case]:
         case("many rows, small tiles", 6, 40, 2, 0.5, 4),
         case("one row, many tiles", 1, 40, 3, 0.5, 4),
         case("one row of y more than a tile", 2, 5, 4, 0.8, 4),
+        case("eight tiles of three", 8, 24, 4, 0.6, 3),
         Case("similarities far below -100", (ones, torch.tensor([[-300.0], [-301.0], [-302.0]]), 1.0, 2)),
         Case("similarities far below -10000", (ones, torch.tensor([[-2e4], [-3e4], [-4e4]]), 1.0, 2)),
     ]

@@ -160,6 +160,8 @@ class _Encoder:
     def _container(self, value: Any, kind: type, depth: int) -> Any:
         if isinstance(value, (set, frozenset, dict)):
             _check_members(value)
+        if isinstance(value, tuple):  # a named one, too: the checks take it as a tuple
+            kind, value = tuple, tuple.__getitem__(value, slice(None))
         if kind in _SEQUENCES:
             return [_SEQUENCES[kind], [self.tagged(item, depth + 1) for item in value]]
         if isinstance(value, dict):

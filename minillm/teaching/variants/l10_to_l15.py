@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from minillm.teaching.exercise import Case
 from minillm.teaching.variants.random_numbers import Draw, Maker
 from minillm.teaching.workshop.l12_costs import Machine, Shape
@@ -118,9 +121,17 @@ def _channels(d: Draw) -> Case:
 
 def _low_rank(d: Draw) -> Case:
     kv, width = d.int(1, 2), d.int(2, 4)
-    hidden = kv * width + d.int(0, 4)
-    weight, queries = d.normal(kv * width, hidden), d.normal(kv * d.int(1, 2), hidden, width)
-    return Case(f"{kv} KV heads, {hidden} inputs", (weight, queries, d.int(1, width)))
+    hidden, group, rank = kv * width + d.int(0, 4), d.int(1, 2), d.int(1, width)
+    weight = d.normal(kv * width, hidden)
+    while _singular_values_are_near(weight, rank):
+        weight = d.normal(kv * width, hidden)
+    return Case(f"{kv} KV heads, {hidden} inputs", (weight, d.normal(kv * group, hidden, width), rank))
+
+
+def _singular_values_are_near(weight: Tensor, rank: int) -> bool:
+    """Whether float32 is too coarse for the first `rank` singular vectors, as it is where two values nearly agree."""
+    values = torch.linalg.svdvals(weight)[: rank + 1]
+    return bool((values[:-1] - values[1:] < 0.05 * values[0]).any())
 
 
 def _commutation(d: Draw) -> Case:

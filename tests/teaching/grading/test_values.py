@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from collections import namedtuple
 
 import msgspec
 import numpy as np
@@ -62,6 +63,11 @@ def test_arrays_numbers_sets_and_generators_come_back():
     generator = torch.Generator().manual_seed(3)
     torch.rand(2, generator=generator)
     assert exact(generator, values.decode(values.encode(generator))) is None
+
+
+def test_a_named_tuple_comes_back_as_a_tuple():
+    came = values.decode(values.encode(namedtuple("Work", "rows pairs")(3, 6)))
+    assert type(came) is tuple and came == (3, 6)
 
 
 def test_ranges_come_back_and_long_ones_are_refused():
