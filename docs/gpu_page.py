@@ -29,8 +29,8 @@ WORDS = {
 """What the README calls the metrics with targets that were missed in some run."""
 TWO_BASELINES = (
     "For the gains 16 bits were timed again, in turn with the quantised way, where they can take other times than in "
-    "their own line; why is not known. So each gain is told twice: from these rounds, and, `by the two times`, as the "
-    "quotient of the times in this table. The target counts for the weaker one."
+    "their own line; why is not known. So each gain is reported twice: from these rounds, and, `by the two times`, as "
+    "the quotient of the times in this table. The target counts for the weaker one."
 )
 
 
@@ -70,7 +70,7 @@ def newest_stage(name: str) -> Result:
 
 
 def _stages(run: str) -> list[Result]:
-    """The stages of a run, where each gain is also told by the two times (`Report.gain`; older runs lack it)."""
+    """The stages of a run, where each gain is also reported by the two times (`Report.gain`; older runs lack it)."""
     return [stage | {"metrics": list(_with_quotients(stage["metrics"]))} for stage in load(run)["stages"]]
 
 

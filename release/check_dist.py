@@ -148,7 +148,7 @@ def leaks(files: dict[str, bytes], lines: set[str]) -> Iterator[tuple[str, str]]
 def _unwanted(name: str) -> bool:
     *folders, file = name.split("/")
     inside = [folder for folder in folders if folder in UNWANTED or folder.endswith("_cache")]
-    return bool(inside) or file.startswith(".env") or file.endswith((".pyc", ".part"))
+    return bool(inside) or file.startswith(".env") or file.endswith((".pyc", ".part", ".new"))
 
 
 def _pip(python: Path, options: list[str]) -> list[str]:

@@ -207,8 +207,13 @@ PYTHON: tuple[Rule, ...] = (
     ("AttributeError", r"'(\w+)' object has no attribute '(\w+)'", "a value of type {0} has no {1}"),
     (
         "LessonError",
+        r"numba cannot compile this: .*getitem\(f32x16.*",
+        "a vector has no entries to choose from: x[k] reads one number of an array",
+    ),
+    (
+        "LessonError",
         r"numba cannot compile this: .*(?:Cannot (?:cast|unify) \w+ (?:to|and) f32x16"
-        r"|\(f32x16, (?:float|int)\d+\)|\((?:float|int)\d+, f32x16\)).*",
+        r"|i?(?:add|sub|mul|truediv)\((?:f32x16, (?:float|int)\d+|(?:float|int)\d+, f32x16)\)).*",
         "a number stands where a vector is needed: splat(number) makes one",
     ),
     (

@@ -54,11 +54,11 @@ LEARNERS = {  # answers that passed once, or were told a wrong cause
         ),
     },
     "l03.arithmetic_intensity": {
-        ("operations / (", "operations // ("): "the right one, rounded down to a whole number",
+        ("operations / (", "operations // ("): "this factor, or is it rounded down, as by // and int?",
         (
             "return operations / (numbers * bytes_per_value)",
             "return round(operations / (numbers * bytes_per_value), 2)",
-        ): ("your result is the right one, rounded"),
+        ): "this factor, or is it rounded?",
     },
     "l03.mbu": {("return ", "return 0 * "): "must be above 0 here: is something rounded down?"},
     "l03.requests_that_fit": {

@@ -213,6 +213,7 @@ def test_a_function_that_numba_does_not_understand_is_told_so():
         ("store(y, 0, fma(load(panels, 0), x[0], load(panels, 0)))", "splat(number) makes one"),
         ("sums = 0.0\n    for _ in x: sums = fma(sums, sums, load(panels, 0))", "splat(number) makes one"),
         ("store(y, 0, load(panels, 0) * x[0])", "splat(number) makes one"),
+        ("v = load(x, 0)\n    store(y, 0, splat(v[0]))", "x[k] reads one number of an array"),
         ("sums = load(panels, 0)\n    sums += sums\n    store(y, 0, sums)", "fma(a, b, sums) is a * b + sums"),
     ],
 )

@@ -18,19 +18,20 @@ def unless(attempt: Attempt, condition: str, otherwise: str) -> str | None:
 
 
 def about_factor(attempt: Attempt) -> str | None:
-    """Whether a number is the right one, rounded; else the factor between both, which hints at what was left out or
-    counted twice."""
+    """The factor between a number and the right one: it hints at what was left out or counted twice. If the number may
+    be the right one, rounded, that is asked, too."""
     got, expected = attempt.got, attempt.expected
     if not isinstance(got, (int, float)) or isinstance(got, bool) or not expected > 0:  # type: ignore[operator]
         return None
-    if got and got == expected // 1:  # type: ignore[operator]
-        return "your result is the right one, rounded down to a whole number: // and int do that, / does not"
-    if got and got in [round(expected, digits) for digits in range(4)]:  # type: ignore[call-overload]
-        return "your result is the right one, rounded"
     if not got > 0:
         return "your result must be above 0 here" + (": is something rounded down?" if got == 0 else "")
     times, side = (got / expected, "large") if got > expected else (expected / got, "small")  # type: ignore[operator]
-    return f"your result is {times:.4g} times too {side} here: which inputs explain this factor?"
+    rounded = ""
+    if got == expected // 1:  # type: ignore[operator]
+        rounded = ", or is it rounded down, as by // and int"
+    elif got in [round(expected, digits) for digits in range(4)]:  # type: ignore[call-overload]
+        rounded = ", or is it rounded"
+    return f"your result is {times:.4g} times too {side} here: which inputs explain this factor{rounded}?"
 
 
 def about_tensor(expected: Tensor, got: object, axes: Sequence[str], name: str = "the result") -> str | None:

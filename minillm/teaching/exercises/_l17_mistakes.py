@@ -100,7 +100,8 @@ BACKWARD = wrong_versions(
     {
         "brings nothing of what later chunks sent to this chunk's rows: it is forgotten, not multiplied by the rows, "
         "or computed too late": (_TARGET, "loss.backward()"),
-        "leaves past.grad at None: past does not require a gradient, or the chunk's own loss is missing": (
+        "leaves past.grad at None: past does not require a gradient, backward() has not run yet, or it runs without "
+        "the chunk's own loss": (
             _TARGET,
             "(rows * sent[start:end]).sum().backward()",
         ),
