@@ -11,12 +11,16 @@ import pytest
 import torch
 from nbformat import NotebookNode
 
+from minillm.ops.dispatch import has_triton
 from minillm.teaching.build import build
+from minillm.teaching.drives.triton_kernels import kernel_type
 from minillm.teaching.execute import execute
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.notebook import read_source
 
 HERE = Path(__file__).parent
+if has_triton():
+    kernel_type()  # imports Triton with its interpreter; transformers, which some test may import first, would without
 
 
 def append_rows(cache, new):
