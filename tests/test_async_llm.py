@@ -440,8 +440,10 @@ def test_a_request_whose_event_loop_closes_before_it_hears_of_the_end_takes_no_r
     with served(tiny, limit=1) as engine:
         ended, told = threading.Event(), threading.Event()
         engine.llm_engine.engine.listeners.append(lambda e: isinstance(e, RequestFinished) and ended.set())
-        loop = asyncio.new_event_loop()
+        loop, stopped = asyncio.new_event_loop(), threading.Event()
+        engine._inbox.put(stopped.wait)  # else the event loop may hear of the end while it still runs
         loop.run_until_complete(engine.add_request("a", PROMPTS[0], replace(GREEDY, max_tokens=1)))
+        stopped.set()
         assert ended.wait(PATIENCE_S)
         engine._inbox.put(told.set)  # which is done after the step
         assert told.wait(PATIENCE_S) and engine.num_unfinished == 1

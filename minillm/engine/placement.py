@@ -50,7 +50,7 @@ def choose_device(name: str) -> torch.device:
     Raises `ConfigError` for a device that is named and cannot be used.
     """
     if name != "auto":
-        with suppress(RuntimeError, TypeError):  # for no device's name; its reason is below
+        with suppress(RuntimeError, TypeError):  # a text that names no device is refused below
             if torch.device(name).type not in ("cpu", "cuda"):
                 raise ConfigError(f"device={name!r} is not supported; use 'cpu' or 'cuda'")
         if (reason := hardware.unusable_reason(name)) is not None:
