@@ -250,8 +250,9 @@ def plain_row(reference: Measured, material: Material) -> ZooRow:
     return ZooRow(PLAIN, PLAIN, None, 1.0, 1.0, 0, quality, reference.recall, reference.tokens_per_s, 1.0)
 
 
-def measure_system(system: ZooSystem, material: Material, reference: Measured) -> ZooRow:
-    """The row of one system. `reference`: what `measure` found for the plain cache."""
+def measure_system(system: ZooSystem, material: Material, reference: Measured, compare_speed: bool = True) -> ZooRow:
+    """The row of one system. `reference`: what `measure` found for the plain cache. `compare_speed`: whether the plain
+    cache decodes every row again beside this one."""
     row = ZooRow(system.name, system.technique, system.budget)
     if system.options is None:
         return _failed(row, f"has no size of at most {system.budget:.1%}")
@@ -265,7 +266,8 @@ def measure_system(system: ZooSystem, material: Material, reference: Measured) -
         by_text = system.reads_less or system.technique == "anchors"
         if system.budget is not None and not by_text and share_stored > system.budget * TOLERANCE:
             return _failed(row, f"takes {share_stored:.1%} at the smallest")
-        got = measure(options, material, build({}, model, max(map(len, material.texts.rows))))
+        plain = build({}, model, max(map(len, material.texts.rows))) if compare_speed else None
+        got = measure(options, material, plain)
     except MinillmError as problem:
         return _failed(row, str(problem))
     return ZooRow(
@@ -278,9 +280,9 @@ def measure_system(system: ZooSystem, material: Material, reference: Measured) -
         judge(reference.logprobs, got.logprobs, material.texts),
         got.recall,
         got.tokens_per_s,
-        statistics.median(got.speeds),
-        min(got.speeds),
-        max(got.speeds),
+        statistics.median(got.speeds) if got.speeds else None,
+        min(got.speeds, default=None),
+        max(got.speeds, default=None),
         options,
     )
 
