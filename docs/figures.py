@@ -68,6 +68,9 @@ HEADLINES = (
     Headline("AVX2: decoding, fp32", "decode_avx2", "minillm fp32", ("transformers fp32", "llama.cpp f32")),
     Headline("AVX2: decoding, int8", "decode_avx2", "minillm int8", ("transformers fp32", "llama.cpp Q8_0")),
     Headline("AVX2: decoding, w8a8", "decode_avx2", "minillm w8a8", ("transformers fp32", "llama.cpp Q8_0")),
+    Headline("Ice Lake: decoding, fp32", "decode_xeon", "minillm fp32", ("transformers fp32", "llama.cpp f32")),
+    Headline("Ice Lake: decoding, int8", "decode_xeon", "minillm int8", ("transformers fp32", "llama.cpp Q8_0")),
+    Headline("Ice Lake: decoding, w8a8", "decode_xeon", "minillm w8a8", ("transformers fp32", "llama.cpp Q8_0")),
     Headline("prefill of 1,000 tokens, fp32", "prefill", "minillm fp32", ("transformers fp32", "llama.cpp f32"), 1000),
     Headline("prefill of 1,000 tokens, bf16", "prefill", "minillm bf16", ("transformers bf16", "llama.cpp bf16"), 1000),
     Headline(
@@ -160,7 +163,8 @@ def headline_words() -> str:
     _require("all systems in float32 give the same tokens", all(row["outputs_equal"] for row in full))
     _require("verification costs", all(tokens[name] > row["ratio"] > 1 for name, row in gains.items()))
     older = {line.file for line in HEADLINES if "avx_vnni" not in load(line.file)["hardware"]["cpu"]["simd"]}
-    _require("only AVX2 and 0.4B: 32 requests are without AVX-VNNI", older == {"decode_avx2", "batch_0.4b"})
+    without = "only AVX2, Ice Lake and 0.4B: 32 requests are without AVX-VNNI"
+    _require(without, older == {"decode_avx2", "decode_xeon", "batch_0.4b"})
     _require("less is gained with 8 bits", max(gains[n]["ratio"] for n in ("int8", "w8a8")) < gains["fp32"]["ratio"])
     for headline in (headline for headline in HEADLINES if headline.file.startswith("batch")):
         at_a_time = {_at_a_time(headline.file, name) for name in (headline.system, *headline.baselines)}

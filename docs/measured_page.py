@@ -165,6 +165,11 @@ SECTIONS = (
         "`int8` multiplies 16-bit numbers.",
     ),
     Section(
+        "decode_xeon",
+        "Decoding, batch 1, on a Xeon of the Ice Lake generation",
+        "As above, on a processor with AVX-512 and its VNNI, without AVX-VNNI and AMX.",
+    ),
+    Section(
         "verify",
         "What verifying and drafting cost",
         "A forward over five tokens, and one of the draft model, against one of the target over a single token.",

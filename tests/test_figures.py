@@ -189,7 +189,7 @@ def test_lines_of_another_generation_of_processor_are_named(
     moved = copy.deepcopy(figures.load("serve"))
     moved["hardware"]["cpu"]["simd"] = figures.load("batch_0.4b")["hardware"]["cpu"]["simd"]
     replace_result(monkeypatch, figures, "serve", moved)
-    with pytest.raises(ValueError, match=r"only AVX2 and 0\.4B: 32 requests are without AVX-VNNI"):
+    with pytest.raises(ValueError, match=r"only AVX2, Ice Lake and 0\.4B: 32 requests are without AVX-VNNI"):
         figures.headline_words()
 
 
