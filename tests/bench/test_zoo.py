@@ -220,6 +220,8 @@ def test_speed_is_relative_to_a_plain_run_of_the_same_row(
     for system in list_systems(of, (0.25, 0.5), ["snapkv"]):
         row = zoo.measure_system(system, material, reference)
         assert 0.85 < row.speed_min <= row.speed <= row.speed_max < 1.15
+    alone = zoo.measure_system(system, material, reference, compare_speed=False)
+    assert alone.quality == row.quality and alone.speed is alone.speed_min is alone.speed_max is None
 
 
 def test_a_run_that_was_ended_names_what_it_has_not_measured(
