@@ -127,7 +127,7 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
             args,
             tokenizer,
             drafter,
-            _draft_policy(speculative, target, drafter, num_blocks, max_model_len),
+            _draft_policy(speculative, target, drafter, num_blocks, max_model_len, args.max_num_seqs),
             args.scheduler_cls or Scheduler,
             speculative.accept_rule if speculative else EXACT,
         )
@@ -142,27 +142,34 @@ def _draft_policy(
     drafter: Drafter | None,
     num_blocks: int,
     max_model_len: int,
+    max_num_seqs: int,
 ) -> DraftPolicy | None:
     """How many drafts each request gets. Measures what they cost if their number adapts."""
     if speculative is None:
         return None
-    policy = _policy_of(speculative, target, drafter, num_blocks, max_model_len)
+    policy = _policy_of(speculative, target, drafter, num_blocks, max_model_len, max_num_seqs)
     return policy if isinstance(policy, FixedDrafts) else LossLimit(policy, policy.plain_times)
 
 
 def _policy_of(
-    speculative: SpeculativeConfig, target: ModelRunner, drafter: Drafter, num_blocks: int, max_model_len: int
+    speculative: SpeculativeConfig,
+    target: ModelRunner,
+    drafter: Drafter,
+    num_blocks: int,
+    max_model_len: int,
+    max_num_seqs: int,
 ) -> FixedDrafts | AdaptiveDrafts | FallbackDrafts:
     """The policy of a method and, if it has one, of its fallback."""
     if not speculative.adaptive:
         return FixedDrafts(speculative.max_drafts)
     fallback, first = speculative.fallback, drafter.first if isinstance(drafter, FallbackDrafter) else drafter
     most = min(speculative.max_own_drafts, first.max_drafts or speculative.max_own_drafts)
-    costs = measure(target, first, num_blocks, most, max_model_len)
+    costs = measure(target, first, num_blocks, most, max_model_len, max_num_seqs)
     adaptive = AdaptiveDrafts(most, costs, speculative.drafter_cls.proposes_trees)
     if fallback is None:
         return adaptive
-    return FallbackDrafts(drafter, adaptive, _policy_of(fallback, target, drafter.second, num_blocks, max_model_len))
+    second = _policy_of(fallback, target, drafter.second, num_blocks, max_model_len, max_num_seqs)
+    return FallbackDrafts(drafter, adaptive, second)
 
 
 def _build_drafter(speculative: SpeculativeConfig, context: Callable[..., DraftContext]) -> Drafter:

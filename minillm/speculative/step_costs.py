@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -22,6 +22,10 @@ from minillm.speculative.drafter import Drafter
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows to measure."""
+ROWS_PER_REQUEST = 16
+"""Forwards of more rows are measured over several requests, as most steps of so many rows are, unless one request may
+have as many drafts. (The executor for GPUs takes more rows of one request for a prefill: it runs them without CUDA
+graphs.)"""
 PAST = 64
 """Tokens in the cache before the measured ones."""
 LONG_PAST = 384
@@ -95,34 +99,41 @@ class StepCosts:
         return one + (self.next_request * (num_requests - 1) + self.context_draft * num_context) * num_drafts
 
 
-def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int) -> StepCosts:
+def measure(
+    target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int, max_num_seqs: int
+) -> StepCosts:
     """Measure on an engine that has no requests yet. It writes to the cache, and gives all blocks back."""
     size = target.block_size
     room = min(max_model_len, num_blocks * size)
     past = min(PAST, room // 4)
-    rows = [n for n in ROWS if past + n <= room and n <= (target.cache.max_rollback or n)]
     num_drafts = min(max_drafts, room - past - 1)
-    if past < 1 or len(rows) < 2 or num_drafts < 1:
+    per_request = min(max(ROWS_PER_REQUEST, num_drafts + 1), room - past, target.cache.max_rollback or room)
+    if past < 1 or per_request < 2 or num_drafts < 1:
         return StepCosts({1: 1.0, 2: 1.0})  # requests of so few tokens are not worth measuring
-    several = max(n for n in rows if n <= FEW_ROWS)
+    several = max(n for n in ROWS if n <= min(FEW_ROWS, per_request))
     most = max(several, num_drafts + 1)
     long_past = min(LONG_PAST, room - most)
-    length = -(-(past + max(rows[-1], num_drafts + 1)) // size)
-    first, second = list(range(length)), list(range(length, 2 * length))
-    long = list(range(2 * length, 2 * length + -(-(long_past + most) // size)))
-    tables = [first, second] if second[-1] < num_blocks else [first]
-    if long[-1] >= num_blocks:
-        long, long_past = first, past
+    length, long_length = (-(-tokens // size) for tokens in (past + max(per_request, num_drafts + 1), long_past + most))
+    has_long = 2 * length + long_length <= num_blocks
+    num_tables = max(2, min(-(-ROWS[-1] // per_request), max_num_seqs))  # two: drafters draft for two requests
+    num_tables = min(num_tables, (num_blocks - has_long * long_length) // length)
+    tables = [list(range(i * length, (i + 1) * length)) for i in range(num_tables)]
+    long = list(range(num_tables * length, num_tables * length + long_length))
+    if not has_long:
+        long, long_past = tables[0], past
     for table, num_tokens in ((long, long_past), *((table, past) for table in tables)):
         _prefill(target, table, num_tokens)
-    requests = [_request(target, table, past + 1) for table in tables]
+    rows = [n for n in ROWS if n <= per_request * min(num_tables, max_num_seqs)]
+    requests = [_request(target, table, past + 1) for table in tables[:2]]
     long_request = _request(target, long, long_past + 1)
     if drafter.observes_hidden:
         weight = target.model.norm.weight
         drafter.observe_hidden([*requests, long_request], weight.new_zeros(len(requests) + 1, len(weight)))
-    runs: dict[str | int, Callable[[], object]] = {n: partial(_forward, target, first, past, n) for n in rows}
-    runs["long"] = partial(_forward, target, long, long_past, 1)
-    runs["long, several rows"] = partial(_forward, target, long, long_past, several)
+    runs: dict[str | int, Callable[[], object]] = {
+        n: partial(_forward, target, tables[: -(-n // per_request)], past, n) for n in rows
+    }
+    runs["long"] = partial(_forward, target, [long], long_past, 1)
+    runs["long, several rows"] = partial(_forward, target, [long], long_past, several)
     for name, count, k in (("draft", 1, 1), ("drafts", 1, num_drafts), ("requests", len(requests), num_drafts)):
         runs[name] = partial(drafter.propose_for_timing, requests[:count], [k] * count)
     runs["long, drafts"] = partial(drafter.propose_for_timing, [long_request], [num_drafts])
@@ -149,14 +160,17 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
     )
 
 
-def _forward(runner: ModelRunner, block_table: list[int], past: int, num_rows: int) -> None:
-    """Run one forward over tokens `past … past + num_rows - 1` of a request, and wait for its logits."""
-    runner.run([Segment([0] * num_rows, past, block_table, num_rows)]).sum().item()
+def _forward(runner: ModelRunner, block_tables: Sequence[list[int]], past: int, num_rows: int) -> None:
+    """Run one forward of `num_rows` rows, shared out to requests with `past` tokens each, and wait for its logits."""
+    each, more = divmod(num_rows, len(block_tables))
+    counts = [each + (i < more) for i in range(len(block_tables))]
+    segments = [Segment([0] * n, past, table, n) for n, table in zip(counts, block_tables, strict=True)]
+    runner.run(segments).sum().item()
 
 
 def _prefill(runner: ModelRunner, block_table: list[int], num_tokens: int) -> None:
     for start in range(0, num_tokens, PAST):
-        _forward(runner, block_table, start, min(PAST, num_tokens - start))
+        _forward(runner, [block_table], start, min(PAST, num_tokens - start))
 
 
 def _request(runner: ModelRunner, block_table: list[int], num_tokens: int) -> Request:

@@ -100,6 +100,8 @@ def test_a_cuda_error_ends_the_stage_also_behind_another_error(report: Report, t
         report.part("around", report.part, "inner", fails(text))
     assert report.so_far().notes.keys() == {"outer failed", "inner failed"}
     report.part("memory", fails("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    for refused in ("operation not permitted when stream is capturing", "operation failed … during capture"):
+        report.part("capture", fails(f"steps ran without CUDA graphs: CUDA error: {refused}\nSee the CUDA manual."))
 
 
 # ---- the check

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from minillm import LLM
+from minillm.batch import Segment
+from minillm.runtime.gpu_executor import MAX_GRAPH_QUERY_LEN
+from minillm.runtime.runner import ModelRunner
 from minillm.speculative import step_costs
 from minillm.speculative.step_costs import StepCosts
 from tests.conftest import TinyPair
@@ -21,8 +24,8 @@ def seconds(run: Callable[[], Any]) -> float:
     """What a run takes on a machine with the costs `TRUE`."""
     assert isinstance(run, partial)
     if run.func is step_costs._forward:
-        _, _, past, rows = run.args
-        return TRUE.target(rows, past, rows)
+        _, tables, past, rows = run.args
+        return TRUE.target(rows, past, rows / len(tables))
     requests, num_drafts = run.args
     return TRUE.draft(len(requests), num_drafts[0], sum(request.num_computed_tokens for request in requests))
 
@@ -63,6 +66,40 @@ def test_without_room_for_a_long_text_nothing_is_known_of_its_costs(
     costs = llm.llm_engine.engine.scheduler.draft_policy.policy.costs
     assert costs.context_token == costs.context_row == costs.context_draft == 0
     assert costs.first_draft == pytest.approx(TRUE.draft(1, 1, 64), rel=0.1)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_drafts", "largest"), [(8, 4, 64), (2, 4, 32), (1, 4, 16), (1, 30, 24)])
+def test_forwards_of_many_rows_are_of_several_requests(
+    max_num_seqs: int, num_drafts: int, largest: int, tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in most steps. On a GPU so many rows of one request would be a prefill, which has no CUDA graph."""
+    assert step_costs.ROWS_PER_REQUEST <= MAX_GRAPH_QUERY_LEN
+    steps: list[list[Segment]] = []
+    run = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda self, segments: steps.append(segments) or run(self, segments))
+    found: dict[int, list[Segment]] = {}
+
+    def timed(runs: Mapping[str | int, Callable[[], Any]], **_: Any) -> dict[str | int, float]:
+        for name, forward in runs.items():
+            forward()
+            if isinstance(name, int):
+                found[name] = steps[-1]
+        return dict.fromkeys(runs, 1.0)
+
+    monkeypatch.setattr(step_costs, "_time_in_turn", timed)
+    options = {
+        "method": "draft_model",
+        "model": str(tiny.draft),
+        "num_speculative_tokens": num_drafts,
+        "adaptive": True,
+    }
+    LLM(str(tiny.target), device="cpu", speculative_config=options, num_kv_blocks=64, max_num_seqs=max_num_seqs)
+    assert max(found) == largest
+    for rows, segments in found.items():
+        counts = [len(segment.token_ids) for segment in segments]
+        assert sum(counts) == rows and max(counts) <= max(16, num_drafts + 1) and len(counts) <= max_num_seqs
+        blocks = [block for segment in segments for block in segment.block_table]
+        assert len(set(blocks)) == len(blocks)
 
 
 @pytest.mark.parametrize(("num_drafts", "block_size"), [(17, 16), (9, 4), (16, 1), (100, 16)])

@@ -7,8 +7,10 @@ import re
 BEGINNING, END = 250, 600
 """Characters that are kept of a long text. PyTorch gives the reason first; Triton prints the position of an error, then
 the source, and the reason last."""
-DEVICE_ERROR = re.compile(r"CUDA (driver )?error|Error \[CUDA\]", re.IGNORECASE)
-"""A CUDA error in the messages of PyTorch and of Triton. PyTorch words a lack of memory differently."""
+DEVICE_ERROR = re.compile(r"(CUDA (driver )?error|Error \[CUDA\])(?!.*captur)", re.IGNORECASE)
+"""A CUDA error in the messages of PyTorch and of Triton, but none that only ends the capture of a CUDA graph
+("operation not permitted when stream is capturing"): the process can go on after that. PyTorch words a lack of memory
+differently."""
 
 
 class DeviceFault(RuntimeError):

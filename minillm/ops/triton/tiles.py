@@ -61,6 +61,9 @@ MEASURED: dict[tuple[str, str, str], Tiles] = {
 """`(GPU, kind, shape class)` → the fastest tiles, at the shapes of an 8B model. A class such as `"few, narrow"` is for
 matrices that have too few outputs to keep every SM busy without splits; without one, these take the tiles of the class
 and more splits. Of tiles within two percent, the smaller are listed: the rows of a class vary."""
+STAND_INS = {(9, 0): "NVIDIA H100 80GB HBM3"}
+"""Compute capability → a measured GPU, for GPUs of it that are not in `MEASURED`, such as an H200: their SMs are the
+same, their number and the memory may differ."""
 INT4_DEPTH = 128
 """Columns per iteration of an INT4 product: a whole group of the usual size, whose scale is applied once."""
 PROGRAMS_PER_SM = 2
@@ -76,20 +79,26 @@ def shape_class(rows: int) -> str:
 
 
 def choose(kind: str, rows: int, outputs: int, columns: int, dtype: torch.dtype) -> Tiles:
-    """Return the tiles for a product of `kind` (`int8`, `w8a8`, `int4`): the measured ones, else the defaults."""
+    """Return the tiles for a product of `kind` (`int8`, `w8a8`, `int4`): the measured ones of this GPU, else those of
+    its stand-in, else the defaults."""
     if interpreted():
         return INTERPRETED
     if kind == "int8" and rows == 1:
-        return MEASURED.get((machine.gpu_name(), kind, "one"), ONE_ROW)
+        return _measured(kind, "one") or ONE_ROW
     size = shape_class(rows)
     if not machine.uses_tensor_cores(torch.int8 if kind == "w8a8" else dtype):
         tiles = NO_TENSOR_CORE_DEFAULTS[size]
     else:  # what was measured in 16 bits says nothing about fp32
         default = replace(DEFAULTS[size], k=INT4_DEPTH) if kind == "int4" else DEFAULTS[size]
-        tiles = MEASURED.get((machine.gpu_name(), kind, size), default)
+        tiles = _measured(kind, size) or default
         if _programs(tiles, rows, outputs) < PROGRAMS_PER_SM * machine.num_sms():
-            tiles = MEASURED.get((machine.gpu_name(), kind, f"{size}, narrow"), tiles)
+            tiles = _measured(kind, f"{size}, narrow") or tiles
     return replace(tiles, splits=_splits(tiles, rows, outputs, columns))
+
+
+def _measured(kind: str, size: str) -> Tiles | None:
+    gpus = machine.gpu_name(), STAND_INS.get(machine.capability())
+    return next((MEASURED[gpu, kind, size] for gpu in gpus if (gpu, kind, size) in MEASURED), None)
 
 
 def _programs(tiles: Tiles, rows: int, outputs: int) -> int:

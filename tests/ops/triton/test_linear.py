@@ -215,6 +215,23 @@ def test_the_table_is_asked_first_and_few_rows_are_split(monkeypatch: pytest.Mon
     assert table.choose("int8", 3, 4096, 4096, half) is table.INTERPRETED
 
 
+def test_a_gpu_without_measured_tiles_takes_those_of_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(table.machine, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(table.machine, "num_sms", lambda: 132)
+    monkeypatch.setattr(table.machine, "capability", lambda: (9, 0))
+    shape = 1000, 28_672, 4096, torch.bfloat16
+    h100 = table.MEASURED["NVIDIA H100 80GB HBM3", "w8a8", "many"]
+    assert table.choose("w8a8", *shape) == h100 != table.DEFAULTS["many"]
+    own = Tiles(128, 64, 64)
+    monkeypatch.setitem(table.MEASURED, ("NVIDIA H200", "w8a8", "many"), own)
+    assert table.choose("w8a8", *shape) == own
+    monkeypatch.setattr(table.machine, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(table.machine, "capability", lambda: (8, 0))
+    assert table.choose("w8a8", *shape) == table.DEFAULTS["many"]
+    assert all(any(gpu == name for gpu, *_ in table.MEASURED) for name in table.STAND_INS.values())
+
+
 def test_every_measured_class_is_one_that_is_asked_for() -> None:
     sizes = {*table.CLASSES, *(f"{size}, narrow" for size in table.CLASSES)}
     for (_, kind, size), tiles in table.MEASURED.items():
