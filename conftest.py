@@ -71,9 +71,19 @@ TOGETHER = (
         "tests/runtime/test_skipped_blocks.py",
     ),
     ("tests/teaching/test_exercises.py", "tests/teaching/test_l09.py"),
+    (
+        "tests/teaching/test_classroom.py",
+        "tests/teaching/test_assignments.py",
+        "tests/teaching/test_glossary.py",
+        "tests/teaching/test_lesson_build.py",
+        "tests/teaching/test_notebooks_with_nbval.py",
+        "tests/teaching/test_rerun.py",
+    ),
+    ("tests/browser/test_lesson_00.py", "tests/browser/test_lessons.py", "tests/browser/test_replay.py"),
 )
 """Files that share what is slow to make: one worker runs them. The first share the book of all lessons, the next the
-inner functions of compiled steps, the last what the kernels of lesson 9 and their planted mistakes answer."""
+inner functions of compiled steps, then what the kernels of lesson 9 and their planted mistakes answer, the built sample
+course, and a JupyterLab server."""
 
 
 @pytest.hookimpl(optionalhook=True)

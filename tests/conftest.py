@@ -41,6 +41,8 @@ LONGEST_FILES = (
     "runtime/test_gpu_graphs.py",
     "parallel/test_engine.py",
     "browser/test_lesson_00.py",
+    "browser/test_lessons.py",
+    "browser/test_replay.py",
 )
 
 
