@@ -27,8 +27,10 @@ class CausalAttention:
         """`q`, `k`, `v`: `[rows · length, heads, head_dim]` → attention output, shaped like `q`."""
         q, k, v = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q, k, v))
         if q.is_cuda:
-            # Before sm_80, PyTorch's fused kernel needs as many KV heads as query heads, else all scores are stored.
-            grouped = half_dtype(q.device) == torch.bfloat16
+            # In fp32, and before sm_80, PyTorch's fused kernel needs as many KV heads as query heads, else all scores
+            # are stored.
+            in_half = q.dtype != torch.float32 or torch.is_autocast_enabled("cuda")
+            grouped = in_half and half_dtype(q.device) == torch.bfloat16
             if not grouped:
                 k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -43,7 +43,9 @@ class PromptAttention:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
         """`q`, `k`, `v`: `[rows · (length + roots · count), heads, head_dim]` → like `q`."""
         q, k, v = (x.unflatten(0, (-1, len(self.positions))).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
+        if q.is_cuda:  # with a mask, the fused kernel needs as many KV heads as query heads, else all scores are stored
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=not q.is_cuda)
         return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -47,10 +48,13 @@ def replacing_files(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_errors(place: Path) -> Iterator[None]:
-    """Raise `TrainingError` for what Python, `torch.save` and safetensors raise if `place` cannot be written."""
+    """Raise `TrainingError` for what Python, `torch.save` and safetensors raise if `place` cannot be written. An error
+    of the memory or the GPU, from which `torch.save` copies, is raised as it is."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as problem:
+        if isinstance(problem, RuntimeError) and MEMORY_OR_GPU_ERROR.search(str(problem)):
+            raise
         raise TrainingError(
             f"{place} cannot be written ({first_line(problem)}); make free space there, or name another folder"
         ) from problem
@@ -153,6 +157,8 @@ def digest_of_state(state: dict[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
+MEMORY_OR_GPU_ERROR = re.compile("CUDA error|CUDA out of memory|you tried to allocate")
+"""In the messages of PyTorch. Those of its file writer have nothing in common ("iostream error", "unexpected pos")."""
 LOCK = "lock"
 """The file in the folder of a run whose lock `only_writer` holds; it contains the id of the last process that did."""
 STATE = "state.pt"

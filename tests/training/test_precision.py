@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from minillm.models.causal import CausalAttention
 from minillm.training import precision
 from minillm.training.muon import orthogonalise
 from minillm.training.pretrain import new_model, next_token_loss
+from minillm.training.prompt_tokens_loss import PromptAttention
 from minillm.training.record import Hardware
 from minillm.training.unlikelihood import fast_copy
 
@@ -45,11 +47,15 @@ def test_a_gpu_that_only_emulates_bf16_trains_in_fp32(
     assert precision.forward_dtype("cuda") == dtype
 
 
-@pytest.mark.parametrize(("card", "kv_heads"), [(TURING, 4), (AMPERE, 2)], ids=["sm_75", "sm_80"])
-def test_fused_attention_gets_grouped_heads_only_from_a_gpu_that_takes_them(
-    monkeypatch: pytest.MonkeyPatch, card: SimpleNamespace, kv_heads: int
+@pytest.mark.parametrize(
+    ("card", "autocast", "kv_heads"),
+    [(TURING, False, 4), (AMPERE, True, 2), (AMPERE, False, 4)],
+    ids=["sm_75", "sm_80 training", "sm_80 fp32"],
+)
+def test_fused_attention_gets_grouped_heads_only_where_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch, card: SimpleNamespace, autocast: bool, kv_heads: int
 ) -> None:
-    """PyTorch's only fused kernel before sm_80 refuses them, and the scores of all heads would be kept."""
+    """PyTorch's only fused kernel before sm_80 and in fp32 refuses them, and the scores of all heads would be kept."""
     given, fused = [], F.scaled_dot_product_attention
 
     def recorded(q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Tensor:
@@ -59,10 +65,29 @@ def test_fused_attention_gets_grouped_heads_only_from_a_gpu_that_takes_them(
     attention, rows = CausalAttention(12), [torch.randn(2 * 12, heads, 16) for heads in (4, 2, 2)]
     on_cpu = attention.attend(0, *rows)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: autocast)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     on_gpu = attention.attend(0, *rows)
-    assert given == [(kv_heads, kv_heads, {"is_causal": True, "enable_gqa": card is AMPERE})]
+    assert given == [(kv_heads, kv_heads, {"is_causal": True, "enable_gqa": autocast})]
+    assert torch.allclose(on_gpu, on_cpu, atol=1e-6)
+
+
+def test_attention_with_a_mask_gets_no_grouped_heads_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fused kernel takes both."""
+    given, fused = [], F.scaled_dot_product_attention
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        given.append((k.shape[1], v.shape[1], options["enable_gqa"]))
+        return fused(q, k, v, **options)
+
+    attention = PromptAttention(12, 3, torch.device("cpu"))
+    rows = [torch.randn(2 * len(attention.positions), heads, 16) for heads in (4, 2, 2)]
+    on_cpu = attention.attend(0, *rows)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    on_gpu = attention.attend(0, *rows)
+    assert given == [(4, 4, False)]
     assert torch.allclose(on_gpu, on_cpu, atol=1e-6)
 
 

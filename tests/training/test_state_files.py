@@ -55,6 +55,27 @@ def test_a_file_without_space_is_named_and_the_old_one_stays(tmp_path, full_disk
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes",
+    ],
+    ids=["GPU", "GPU memory", "memory"],
+)
+def test_an_error_of_the_gpu_or_the_memory_is_not_taken_for_a_full_disk(tmp_path, monkeypatch, text):
+    """`torch.save` copies tensors from the GPU."""
+
+    def fails(*_):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(RuntimeError, match=text[:20]):
+        write_state(tmp_path / "file", {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
     """Some file systems notice only then that they are full."""
 

@@ -37,6 +37,7 @@ from minillm.ops.triton.rope import rope
 from minillm.ops.triton.sample import all_finite, argmax, sample
 from minillm.ops.triton.silu_gate import silu_gate
 from minillm.ops.triton.store_kv import store_kv
+from minillm.ops.triton.tiles import MEASURED, STAND_INS
 from minillm.ops.triton.tiling import Tiling
 from minillm.ops.triton.w8a8_linear import w8a8_linear
 from minillm.runtime.gpu_executor import GpuExecutor
@@ -119,6 +120,24 @@ def launches(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda x=wide, w=bytes_, s=halves, z=zeros: int4_linear(x, w, s, z, 128)
     x, group = torch.randn(4, 96, dtype=dtype), torch.ones(64, 4).half()
     yield lambda: int4_linear(x, torch.zeros(64, 48).byte(), group, torch.zeros(64, 2).byte(), 24)
+    if dtype != torch.float32:
+        yield from measured_tiles(dtype)
+
+
+def measured_tiles(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """Yield a product with each of the tiles that were measured on a GPU of this compute capability."""
+    codes, scales = torch.zeros(256, 4096, dtype=torch.int8), torch.ones(256)
+    bytes_, zeros, halves = codes[:, :2048].byte(), codes[:, :16].byte(), torch.ones(256, 32).half()
+    for (gpu, product, size), tiles in MEASURED.items():
+        if gpu != STAND_INS.get(machine.capability()):
+            continue
+        x = torch.randn({"one": 1, "few": 3, "some": 40, "many": 200}[size.split(",")[0]], 4096, dtype=dtype)
+        if product == "int8":
+            yield lambda x=x, tiles=tiles: int8_linear(x, codes, scales, tiles=tiles)
+        elif product == "w8a8":
+            yield lambda x=x, tiles=tiles: w8a8_linear(x, codes, scales, tiles=tiles)
+        else:
+            yield lambda x=x, tiles=tiles: int4_linear(x, bytes_, halves, zeros, 128, tiles=tiles)
 
 
 def attention(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
