@@ -167,7 +167,7 @@ SECTIONS = (
     Section(
         "decode_xeon",
         "Decoding, batch 1, on a Xeon of the Ice Lake generation",
-        "As above, on a processor with AVX-512 and its VNNI, without AVX-VNNI and AMX.",
+        "As in the first table, on a processor with AVX-512 and its VNNI, without AVX-VNNI and AMX.",
     ),
     Section(
         "verify",

@@ -157,8 +157,11 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by their ids. Their streams end without another output; unknown ids are ignored. The id of one
         completion ends all of its prompt."""
-        names = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._inbox.put(partial(self._remove_by_id, names))
+        names = [request_id] if isinstance(request_id, str) else request_id
+        prompts = {prompt_id_of(name) for name in names}
+        for stream in [*self._accepted]:
+            if stream.request_id in prompts:
+                self._inbox.put(partial(self._remove_and_tell, stream))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End all requests and the engine loop; wait for the running step, at most `timeout` seconds.
@@ -198,6 +201,9 @@ class AsyncLLM:
         return False
 
     def _add(self, stream: OutputStream, group: Sequence[Request]) -> None:
+        if stream.aborted:
+            self._deliver([(stream, None, None)])
+            return
         try:
             self.llm_engine.add_prepared(stream.request_id, group)
         except MinillmError as problem:
@@ -213,11 +219,11 @@ class AsyncLLM:
             del self._streams[stream.request_id]
             self.llm_engine.abort_request(stream.request_id)
 
-    def _remove_by_id(self, names: Sequence[str]) -> None:
-        for name in names:
-            if (stream := self._streams.get(prompt_id_of(name))) is not None:
-                self._remove(stream)
-                self._deliver([(stream, None, None)])
+    def _remove_and_tell(self, stream: OutputStream) -> None:
+        stream.aborted = True  # while its prompt is tokenised, it is not in the engine
+        if self._streams.get(stream.request_id) is stream:
+            self._remove(stream)
+            self._deliver([(stream, None, None)])
 
     def _step(self) -> None:
         """One step. If it fails, the request that it failed for ends; if that is not known, all requests in the engine

@@ -23,6 +23,8 @@ class OutputStream:
         self.loop = asyncio.get_running_loop()
         self.ended = False
         """Whether the engine has finished with the request, or the stream was closed."""
+        self.aborted = False
+        """Whether the engine's thread was told to end the request by its id."""
         self._abort = abort
         self._ready = asyncio.Event()
         self._output: RequestOutput | None = None

@@ -234,6 +234,35 @@ def test_a_request_is_aborted_by_its_id(tiny: TinyPair) -> None:
         run(job)
 
 
+def test_a_request_is_aborted_by_its_id_while_its_prompt_is_tokenised(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only this one: the id is free again at once."""
+    go_on, began = threading.Event(), threading.Event()
+    with served(tiny) as engine:
+        prepare = engine.llm_engine.prepare
+
+        def slow(*arguments: Any) -> Any:
+            began.set()
+            assert go_on.wait(30)
+            return prepare(*arguments)
+
+        monkeypatch.setattr(engine.llm_engine, "prepare", slow)
+
+        async def job() -> None:
+            first = asyncio.create_task(engine.add_request("a", PROMPTS[0], ENDLESS))
+            await asyncio.to_thread(began.wait, 30)
+            await engine.abort("a")
+            second = asyncio.create_task(engine.add_request("a", PROMPTS[1], GREEDY))
+            await asyncio.sleep(0)  # it is accepted
+            go_on.set()
+            assert not [output async for output in await first]
+            assert [output async for output in await second][-1].finished
+            assert engine.num_unfinished == 0
+
+        run(job)
+
+
 def test_requests_that_come_and_go_in_the_inner_engine_disturb_no_other(tiny: TinyPair) -> None:
     with served(tiny) as engine:
 

@@ -4,7 +4,8 @@ Sampling and the acceptance ratio p / q of speculative decoding both use the pro
 Random numbers are a pure function of (seed, token index, purpose). So a request samples the same tokens whatever else
 is in the batch, however its prompt was chunked and however often it was preempted. With drafts this holds as long as it
 gets the same number of them. There are fewer where the block pool or the token budget of a step has no room for more,
-in the step behind a preemption, and over `disable_by_batch_size`.
+in the step behind a preemption, over `disable_by_batch_size`, and with `adaptive`, the default, where more would not
+pay: there only a request with a `seed` of its own always gets all.
 
 This is the CPU path and the reference: it reads values from tensors when it needs them. `sampling.device` does the same
 on a GPU, where such a read waits for all kernels. The user's options are in `minillm.sampling.params`.

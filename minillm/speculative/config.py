@@ -56,8 +56,10 @@ class SpeculativeConfig:
     `synthetic` does unless told otherwise: fewer drafts than rates would give shorter rounds than asked for. A
     request that samples with its own `seed` always gets all of them, so that its text can be repeated as long as the
     block pool and `max_num_batched_tokens` have room for them and `disable_by_batch_size` does not forbid them; other
-    sampled text may differ from run to run, because the costs are measured. Greedy text is always the same, except
-    where a branching tree is judged with rounded weights: of two tokens with nearly equal logits it may be the other.
+    sampled text may differ from run to run, because the costs are measured. Greedy text is always the same in the
+    compiled step of the CPU, except where a branching tree is judged with rounded weights. There, on a GPU, and with
+    `enforce_eager` the number of rows may change the last bits of logits: of two tokens with nearly equal logits it may
+    be the other.
     How many drafts pay is learnt from all requests, whatever their `cache_salt`: the numbers of drafts and the times of
     one tenant depend a little on how far the drafts of others were accepted. With False they do not."""
     disable_by_batch_size: int | None = None

@@ -102,7 +102,8 @@ class StepCosts:
 def measure(
     target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int, max_num_seqs: int
 ) -> StepCosts:
-    """Measure on an engine that has no requests yet. It writes to the cache, and gives all blocks back."""
+    """Measure on an engine that has no requests yet and runs at most `max_num_seqs` in a step. It writes to the cache,
+    and gives all blocks back."""
     size = target.block_size
     room = min(max_model_len, num_blocks * size)
     past = min(PAST, room // 4)

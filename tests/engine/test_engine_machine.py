@@ -489,7 +489,7 @@ SITUATIONS = (
     "interrupted at RequestPreempted",
     "interrupted at TokensCommitted",
 )
-"""Each must have occurred, or the machine would be testing less than it says."""
+"""Each must have occurred, in PyTorch or compiled, or the machines would be testing less than they say."""
 DRAFTED = ("drafts accepted", "drafts rejected", "drafts that skipped filled blocks", "a draft forward", "a draft copy")
 """So must these, with a draft."""
 

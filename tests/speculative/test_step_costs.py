@@ -25,7 +25,7 @@ def seconds(run: Callable[[], Any]) -> float:
     assert isinstance(run, partial)
     if run.func is step_costs._forward:
         _, tables, past, rows = run.args
-        return TRUE.target(rows, past, rows / len(tables))
+        return TRUE.target(rows, past * len(tables), rows / len(tables))
     requests, num_drafts = run.args
     return TRUE.draft(len(requests), num_drafts[0], sum(request.num_computed_tokens for request in requests))
 

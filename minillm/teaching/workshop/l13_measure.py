@@ -91,7 +91,7 @@ class Bench:
 
     def zoo(self, budgets: Mapping[float, Sequence[str]], classes: Mapping[str, type[KVCache]]) -> dict[str, Any]:
         """The techniques of each budget, as `bench zoo` returns them. `classes`: for some techniques the layout to use
-        in place of their own. Speeds are not compared: that would take half as long again."""
+        in place of their own. Speeds are not compared."""
         shape, found = self.shape, [zoo.plain_row(self.reference, self.material)]
         for budget, names in budgets.items():
             setting = Setting(budget, self.prompt_len, shape.head_dim, shape.kv_size, shape.num_layers)
